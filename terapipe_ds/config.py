@@ -1,0 +1,98 @@
+"""The ``"terapipe"`` block of the DeepSpeed JSON.
+
+DeepSpeed ignores a block that it does not know, typing errors included, so this one is validated
+here: an unknown key or an impossible value is refused in one line.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from .errors import ConfigError
+from .scheme import SliceScheme, SlicesSetting
+
+BLOCK = "terapipe"
+
+
+class TeraPipeConfig(BaseModel):
+    """The validated block; build it with :func:`read_block`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    enabled: bool = Field(True, strict=True)
+    """Whether token slicing is used at all; false behaves as stock DeepSpeed does."""
+
+    slices: Literal["auto"] | SlicesSetting = "auto"
+    """``"auto"``, a number of slices, a list of lengths, or groups as JSON lists or as text."""
+
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """The order of slices, see ``terapipe_ds.schedule``; ``gpipe`` is the paper's."""
+
+    loss: Literal["auto", "per_slice", "whole_sequence"] = "auto"
+    """``per_slice`` needs a loss that is a mean over valid tokens; ``auto`` asks the adapter."""
+
+    granularity: int = Field(8, ge=1, strict=True)
+    """Planned slice lengths are multiples of this many tokens; explicit lengths may be any."""
+
+    timeout_s: float = Field(1800.0, gt=0)
+    """Seconds that a rank may wait for another before the job is ended."""
+
+    @field_validator("slices", mode="before")
+    @classmethod
+    def _read_slices(cls, value: Any) -> Any:
+        if value == "auto":
+            return value
+        if isinstance(value, str):
+            return SliceScheme.from_text(value)
+        if isinstance(value, list | tuple) and value:
+            if all(isinstance(entry, list | tuple) for entry in value):
+                return SliceScheme(value)
+            return SliceScheme([(1, value)]).groups[0].lengths
+        if type(value) is int and value >= 1:
+            return value
+        raise ConfigError(
+            f'slices: found {value!r}, allowed are "auto", a number of slices, '
+            "a list of slice lengths, or groups [[sequences, [lengths...]], ...]"
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The block as JSON values, to compare between ranks."""
+        slices = self.slices
+        return {
+            **self.model_dump(exclude={"slices"}),
+            "slices": str(slices) if isinstance(slices, SliceScheme) else slices,
+        }
+
+
+def read_block(ds_config: dict[str, Any]) -> TeraPipeConfig | None:
+    """The validated block of a DeepSpeed configuration, or None where there is none.
+
+    Raises:
+        ConfigError: one line that names the key, what was found and what is allowed.
+    """
+    if BLOCK not in ds_config:
+        return None
+    block = ds_config[BLOCK]
+    if not isinstance(block, dict):
+        raise ConfigError(f"{BLOCK}: found {block!r}, allowed is a JSON object")
+    try:
+        return TeraPipeConfig(**block)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, block)) from None
+
+
+def _one_line(error: ValidationError, block: dict[str, Any]) -> str:
+    """The first fault as one line; pydantic reports several lines, with links."""
+    fault = error.errors()[0]
+    key = str(fault["loc"][0]) if fault["loc"] else ""
+    if fault["type"] == "extra_forbidden":
+        allowed = ", ".join(sorted(TeraPipeConfig.model_fields))
+        return f"{BLOCK}.{key}: found an unknown key, allowed are {allowed}"
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return f"{BLOCK}.{cause}"
+    allowed = fault["msg"].removeprefix("Input should be ")
+    return f"{BLOCK}.{key}: found {json.dumps(block.get(key))}, allowed is {allowed}"

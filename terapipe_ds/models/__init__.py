@@ -1,0 +1,1 @@
+"""Models that can be sliced. Know nothing of scripts."""

@@ -1,0 +1,208 @@
+"""megatron-core's ``TransformerLayer`` on token slices, wired by ``ModuleSpec``.
+
+Read from megatron-core 0.16.1. The seam is ``SelfAttentionSubmodules.core_attention``: it receives
+queries, keys and values after QK norm and rotary positions, so a core attention that keeps the
+context of earlier slices is all that a layer needs besides the right rows of the rotary table.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..runtime.attention import causal_attention
+from ..runtime.kv_context import get_current_slice
+
+
+class TokenSliceCoreAttention(torch.nn.Module):
+    """Causal core attention whose keys and values include those of the sequence's earlier slices.
+
+    Takes the place of ``megatron.core.transformer.dot_product_attention.DotProductAttention``; same
+    arguments, same result.
+
+    Args:
+        config: megatron's configuration.
+        layer_number: the layer, from 1.
+        attn_mask_type: must be ``causal`` for slicing; :func:`check_layers` refuses others.
+        softmax_scale: factor of the scores; ``1 / sqrt(kv_channels)`` if None.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.attn_mask_type = attn_mask_type
+        self.dropout_p = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
+        scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attends causally.
+
+        Args:
+            query: ``[l, b, heads, d]``, the slice's own.
+            key: ``[l, b, query groups, d]``, the slice's own, positions applied.
+            value: ``[l, b, query groups, d]``, the slice's own.
+
+        Returns:
+            ``[l, b, heads * d]``.
+
+        Raises:
+            ConfigError: for a mask, a bias or packed sequences, which would not be applied.
+        """
+        mask_type = attn_mask_type or self.attn_mask_type
+        if mask_type is not AttnMaskType.causal or attention_mask is not None:
+            raise ConfigError(_mask_refusal(mask_type, attention_mask))
+        if attention_bias is not None or packed_seq_params is not None:
+            raise ConfigError(
+                "attention: found an attention bias or packed sequences, allowed is plain causal "
+                'attention; drop them, or set "terapipe": {"enabled": false}'
+            )
+        dropout_p = self.dropout_p if self.training else 0.0
+        # As megatron's own attention: each tensor-parallel rank drops weights of its own heads.
+        draws = get_cuda_rng_tracker().fork() if dropout_p > 0.0 else nullcontext()
+        with draws:
+            output = causal_attention(
+                self, query, key, value, scale=self.scale, dropout_p=dropout_p
+            )
+        return output.reshape(*output.shape[:2], -1)
+
+
+class TokenSliceTransformerLayer(TransformerLayer):
+    """``TransformerLayer`` that may be called with one slice of a sequence after another.
+
+    The engine marks the slice; outside of slices this is ``TransformerLayer``. Rotary positions are
+    given for the whole sequence and cut here.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """As ``TransformerLayer.forward``.
+
+        Args:
+            hidden_states: ``[l, b, h]``, the slice's tokens.
+            rotary_pos_emb: ``[L, 1, 1, d]``, of the whole sequence.
+        """
+        current = get_current_slice()
+        if rotary_pos_emb is not None and current is not None:
+            rotary_pos_emb = rotary_pos_emb[current.tokens.start : current.tokens.stop]
+        return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+def token_slice_layer_spec(
+    config: TransformerConfig,
+    *,
+    attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    layer_class: type[TransformerLayer] = TokenSliceTransformerLayer,
+) -> ModuleSpec:
+    """megatron-core's local GPT layer with a core attention that keeps the context of slices.
+
+    Args:
+        config: megatron's configuration; normalisation, QK layernorm, grouped queries, gated MLP
+            and biases are taken from it.
+        attn_mask_type: of the self-attention.
+        layer_class: the layer.
+    """
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    )
+    spec.module = layer_class
+    attention = spec.submodules.self_attention
+    attention.params = {**attention.params, "attn_mask_type": attn_mask_type}
+    attention.submodules.core_attention = TokenSliceCoreAttention
+    return spec
+
+
+# Settings whose attention or loss would be wrong in slices so far: name, the value that is right,
+# and why. docs/composability.md lists them.
+_REFUSED = (
+    ("context_parallel_size", 1, "context parallelism cuts sequences in another way"),
+    ("sequence_parallel", False, "it is not supported with token slices yet"),
+    ("num_moe_experts", None, "experts are not supported with token slices yet"),
+    ("multi_latent_attention", False, "it is not supported with token slices yet"),
+    ("mtp_num_layers", None, "multi-token prediction looks across the ends of slices"),
+    ("window_size", None, "sliding windows are not supported with token slices yet"),
+    ("softmax_type", "vanilla", "a softmax offset is not supported with token slices yet"),
+    ("attention_output_gate", False, "it is not supported with token slices yet"),
+)
+
+
+def check_config(config: TransformerConfig) -> None:
+    """Raises for settings of megatron's configuration that cannot be sliced correctly.
+
+    Raises:
+        ConfigError: names the setting, what was found and what is allowed.
+    """
+    for name, allowed, reason in _REFUSED:
+        found = getattr(config, name, allowed)
+        if found != allowed:
+            raise ConfigError(
+                f"{name}: found {found!r}, allowed is {allowed!r} ({reason}); change {name}, or "
+                'set "terapipe": {"enabled": false}'
+            )
+
+
+def check_layers(module: torch.nn.Module) -> None:
+    """Raises if a layer of this stage cannot be sliced correctly.
+
+    Args:
+        module: this stage's layers.
+
+    Raises:
+        ConfigError: names what was found and the setting to change.
+    """
+    for layer in module.modules():
+        if isinstance(layer, TokenSliceCoreAttention):
+            if layer.attn_mask_type is not AttnMaskType.causal:
+                raise ConfigError(_mask_refusal(layer.attn_mask_type, None))
+            check_config(layer.config)
+        elif isinstance(layer, TransformerLayer):
+            core = getattr(layer.self_attention, "core_attention", None)
+            if not isinstance(core, TokenSliceCoreAttention):
+                raise ConfigError(
+                    f"layer_spec: found {type(core).__name__} as core attention, allowed is "
+                    "TokenSliceCoreAttention; build the spec with token_slice_layer_spec"
+                )
+
+
+def _mask_refusal(mask_type: AttnMaskType, mask: Tensor | None) -> str:
+    found = f"attn_mask_type {mask_type.name}" if mask is None else "an attention_mask tensor"
+    return (
+        f"attention: found {found}, allowed is AttnMaskType.causal without a mask tensor, because "
+        "a slice cannot see later tokens; change the layer spec's attn_mask_type, or set "
+        '"terapipe": {"enabled": false}'
+    )

@@ -1,0 +1,146 @@
+"""What crosses from one stage to the next, learnt once and then known for every slice.
+
+The first time a stage sends to the next it describes its tensors: dtype, whether their gradient
+comes back, and the shape with the sequence and token dimensions left open. After that, both sides
+know the shape of every slice, so no transfer needs a handshake and receives can be posted ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from ..errors import ConfigError, TeraPipeError
+from .adapter import ATTRIBUTE, Dims
+
+# Codes of an encoded dimension: a fixed size, sequences, or tokens times a fraction.
+_FIXED, _SEQUENCES, _TOKENS = 0, 1, 2
+MESSAGE_SIZE = 256
+"""int64 numbers of an encoded boundary."""
+
+
+@dataclass(frozen=True)
+class TensorTemplate:
+    """One tensor that crosses: its shape for any slice.
+
+    ``shape`` holds (code, numerator, denominator) for each dimension. Under sequence parallelism
+    a rank holds a fraction of a slice's tokens.
+    """
+
+    dtype: torch.dtype
+    requires_grad: bool
+    shape: tuple[tuple[int, int, int], ...]
+
+    def size(self, sequences: int, tokens: int) -> tuple[int, ...]:
+        """The shape for a slice of ``tokens`` tokens of ``sequences`` sequences."""
+        return tuple(self._dimension(*dimension, sequences, tokens) for dimension in self.shape)
+
+    @staticmethod
+    def _dimension(code: int, numerator: int, denominator: int, sequences: int, tokens: int) -> int:
+        if code == _FIXED:
+            return numerator
+        if code == _SEQUENCES:
+            return sequences
+        size, rest = divmod(tokens * numerator, denominator)
+        if rest:
+            raise ConfigError(
+                f"slices: found a slice of {tokens} tokens, allowed are multiples of {denominator} "
+                "here (sequence parallelism shares a slice between ranks); change terapipe.slices"
+            )
+        return size
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensors that cross between two stages."""
+
+    tensors: tuple[TensorTemplate, ...]
+
+    @classmethod
+    def of(
+        cls, outputs: Sequence[Tensor], dims: Sequence[Dims], *, sequences: int, tokens: int
+    ) -> Boundary:
+        """Learns the boundary from the outputs of a slice.
+
+        Raises:
+            ConfigError: if the outputs do not fit what the adapter says of them.
+        """
+        if len(outputs) != len(dims):
+            raise ConfigError(
+                f"adapter: found {len(outputs)} tensors that cross to the next stage, allowed are "
+                f"{len(dims)}; change the boundary of the model's {ATTRIBUTE}"
+            )
+        return cls(
+            tuple(
+                _template(tensor, dim, sequences=sequences, tokens=tokens)
+                for tensor, dim in zip(outputs, dims, strict=True)
+            )
+        )
+
+    def check(self, outputs: Sequence[Tensor], *, sequences: int, tokens: int) -> None:
+        """Raises if a slice's outputs are not what was learnt from the first one.
+
+        Raises:
+            TeraPipeError: names the tensor and both shapes.
+        """
+        for index, (tensor, template) in enumerate(zip(outputs, self.tensors, strict=True)):
+            size = template.size(sequences, tokens)
+            if tuple(tensor.shape) != size or tensor.dtype != template.dtype:
+                raise TeraPipeError(
+                    f"boundary: found tensor {index} of shape {tuple(tensor.shape)} and "
+                    f"{tensor.dtype}, allowed is {size} and {template.dtype} as the first slice "
+                    f"had; change the boundary of the model's {ATTRIBUTE}"
+                )
+
+    def gradients(self) -> Boundary:
+        """The tensors that come back: the gradients of those that have one."""
+        return Boundary(tuple(template for template in self.tensors if template.requires_grad))
+
+    def encode(self) -> Tensor:
+        """The boundary as an int64 tensor of ``MESSAGE_SIZE`` numbers, on the CPU."""
+        numbers = [len(self.tensors)]
+        for template in self.tensors:
+            numbers += [PipelineEngine.DTYPE_TO_ID[template.dtype], int(template.requires_grad)]
+            numbers.append(len(template.shape))
+            for dimension in template.shape:
+                numbers += dimension
+        if len(numbers) > MESSAGE_SIZE:
+            raise ConfigError(
+                f"boundary: found {len(self.tensors)} tensors between two stages, allowed is what "
+                f"{MESSAGE_SIZE} numbers describe; let fewer tensors cross"
+            )
+        return torch.tensor(numbers + [0] * (MESSAGE_SIZE - len(numbers)), dtype=torch.int64)
+
+    @classmethod
+    def decode(cls, message: Tensor) -> Boundary:
+        """Reads what :meth:`encode` wrote."""
+        numbers = iter(message.tolist())
+        templates = []
+        for _ in range(next(numbers)):
+            dtype = PipelineEngine.ID_TO_DTYPE[next(numbers)]
+            requires_grad = bool(next(numbers))
+            shape = tuple(
+                (next(numbers), next(numbers), next(numbers)) for _ in range(next(numbers))
+            )
+            templates.append(TensorTemplate(dtype, requires_grad, shape))
+        return cls(tuple(templates))
+
+
+def _template(tensor: Tensor, dim: Dims, *, sequences: int, tokens: int) -> TensorTemplate:
+    shape = [(_FIXED, size, 1) for size in tensor.shape]
+    if dim is not None:
+        if tensor.shape[dim.batch] != sequences:
+            raise ConfigError(
+                f"adapter: found {tensor.shape[dim.batch]} sequences in a tensor of shape "
+                f"{tuple(tensor.shape)} that crosses to the next stage, allowed is {sequences}; "
+                f"change the boundary of the model's {ATTRIBUTE}"
+            )
+        shape[dim.batch] = (_SEQUENCES, 1, 1)
+        fraction = Fraction(tensor.shape[dim.sequence], tokens)
+        shape[dim.sequence] = (_TOKENS, fraction.numerator, fraction.denominator)
+    return TensorTemplate(tensor.dtype, tensor.requires_grad, tuple(shape))

@@ -1,0 +1,117 @@
+"""Every private name of DeepSpeed and torch that this package relies on, in one place.
+
+Read from DeepSpeed 0.19.8 and torch 2.13.0. ``check_seams`` fails loudly where one has moved;
+``tests/runtime/test_seams.py`` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from torch.distributed import distributed_c10d
+
+from ..errors import ConfigError, TeraPipeError
+
+__all__ = [
+    "PIPELINE_ENGINE_SEAMS",
+    "ZeroStageEnum",
+    "autocast_if_enabled",
+    "check_seams",
+    "default_store",
+    "load_ds_config",
+    "pair_group",
+    "pipeline_engine_is",
+]
+
+# What the engine overrides or calls: a schedule for each kind of step, the map from instructions to
+# methods, and the hooks around a backward that zero and mixed-precision optimizers rely on.
+PIPELINE_ENGINE_SEAMS = (
+    (PipelineEngine, "_train_schedule"),
+    (PipelineEngine, "_inference_schedule"),
+    (PipelineEngine, "_exec_schedule"),
+    (PipelineEngine, "_INSTRUCTION_MAP"),
+    (PipelineEngine, "_next_batch"),
+    (PipelineEngine, "_aggregate_total_loss"),
+    (DeepSpeedEngine, "_backward_prologue"),
+    (DeepSpeedEngine, "_backward_epilogue"),
+)
+
+
+def check_seams() -> None:
+    """Raises where the installed DeepSpeed lacks a name that this package overrides or calls.
+
+    Raises:
+        TeraPipeError: names what is missing and the version that is known to work.
+    """
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, name in PIPELINE_ENGINE_SEAMS
+        if not hasattr(owner, name)
+    ]
+    if not hasattr(deepspeed, "PipelineEngine"):
+        missing.append("deepspeed.PipelineEngine")
+    if missing:
+        raise TeraPipeError(
+            f"deepspeed: found version {deepspeed.__version__} without {', '.join(missing)}, "
+            "allowed is 0.19.8; install that version"
+        )
+
+
+@contextmanager
+def pipeline_engine_is(engine_class: type[PipelineEngine]) -> Iterator[None]:
+    """Inside, ``deepspeed.initialize`` builds ``engine_class`` for a ``PipelineModule``.
+
+    ``deepspeed.initialize`` has no registry of engines; it looks this name up when it is called.
+    """
+    before = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = engine_class
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = before
+
+
+def pair_group(name: str, rank_in_pair: int, timeout_s: float) -> Any:
+    """A process group of two ranks that only these two take part in making.
+
+    ``torch.distributed.new_group`` is no help here. It is collective over all ranks, so start-up
+    would grow with them; with local synchronisation it names the group by how many groups this rank
+    is in, on which two ranks need not agree (they then wait for each other for ever); and on an
+    eagerly started NCCL it splits the world's communicator, which all ranks must take part in.
+
+    Args:
+        name: the same on both ranks, and used once.
+        rank_in_pair: 0 or 1.
+        timeout_s: after which a transfer fails.
+
+    Raises:
+        ConfigError: for a backend other than gloo and nccl.
+    """
+    store = torch.distributed.PrefixStore(f"terapipe_ds/{name}", default_store())
+    timeout = timedelta(seconds=timeout_s)
+    backend = torch.distributed.get_backend()
+    if backend == "gloo":
+        return torch.distributed.ProcessGroupGloo(store, rank_in_pair, 2, timeout=timeout)
+    if backend == "nccl":
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return torch.distributed.ProcessGroupNCCL(store, rank_in_pair, 2, options)
+    raise ConfigError(
+        f"dist_backend: found {backend!r}, allowed are 'nccl' and 'gloo'; change the backend given "
+        "to deepspeed.init_distributed"
+    )
+
+
+def default_store() -> torch.distributed.Store:
+    """The store through which the ranks found each other."""
+    return distributed_c10d._get_default_store()

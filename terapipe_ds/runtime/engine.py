@@ -1,0 +1,467 @@
+"""TokenSliceEngine: DeepSpeed's ``PipelineEngine`` with token slices inside its micro-batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.pipe import schedule as ds_schedule
+from deepspeed.runtime.pipe.engine import (
+    BATCH_INPUT_TIMER,
+    PIPE_RECV_GRAD_TIMER,
+    PIPE_RECV_INPUT_TIMER,
+    PIPE_SEND_GRAD_TIMER,
+    PIPE_SEND_OUTPUT_TIMER,
+    PipelineEngine,
+)
+from torch import Tensor
+
+from .. import __version__
+from ..config import TeraPipeConfig, read_block
+from ..errors import ConfigError, DataIteratorEnded
+from ..schedule.instructions import (
+    BackwardSlice,
+    ForwardSlice,
+    RecvActivationSlice,
+    RecvGradSlice,
+    SendActivationSlice,
+    SendGradSlice,
+)
+from ..schedule.lower import TokenSliceSchedule
+from ..schedule.order import Action, actions
+from ..scheme import SliceScheme
+from .adapter import Tensors, adapter_of, as_tuple
+from .agreement import agree, error_of
+from .boundary import Boundary
+from .channel import Peer, RecvChannel, SendChannel, links
+from .deepspeed_seams import autocast_if_enabled, default_store
+from .header import BatchShape, Pipeline, exchange_shapes
+from .kv_context import current_slice
+from .loss import MicroBatchLoss, choose_loss
+from .refuse import check_supported
+from .step import StepState
+from .watchdog import Wait, Watchdog
+
+
+class TokenSliceEngine(PipelineEngine):
+    """Trains and evaluates a ``PipelineModule`` in token slices; see ``docs/how-it-works.md``.
+
+    Everything public is as in ``PipelineEngine``: ``train_batch``, ``eval_batch``, checkpoints,
+    monitors, timers, ``set_train_batch_size``. ``terapipe_ds.initialize`` builds it.
+
+    Raises:
+        ConfigError: on every rank, if any rank's settings cannot be sliced correctly or ranks
+            differ.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        module, ds_config = kwargs["model"], kwargs["config_class"]
+        block = read_block(ds_config._param_dict)
+        if block is None:
+            raise ConfigError('terapipe: found no "terapipe" block, allowed is a JSON object')
+        error = error_of(lambda: check_supported(block, module, ds_config))
+        agree(_digest(block, ds_config), error)
+        super().__init__(*args, **kwargs)
+
+        self.terapipe: TeraPipeConfig = block
+        self._adapter = adapter_of(module)
+        self._loss_mode = choose_loss(block.loss, self._adapter)
+        self._watchdog = Watchdog(
+            f"rank {self.global_rank} (stage {self.stage_id})",
+            timeout_s=block.timeout_s,
+            store=default_store(),
+        )
+        self._pipeline = Pipeline(
+            group=self.grid.get_pipe_parallel_group(),
+            stages=self.num_stages,
+            spans_world=dist.get_world_size() > self.num_stages,
+            device=self.device,
+        )
+        self._make_channels()
+        # What crosses to the previous and to the next stage, in training and in evaluation (where
+        # no gradient comes back); learnt from the first slice.
+        self._boundaries: dict[tuple[str, bool], Boundary] = {}
+        self._orders: dict[tuple[str, int, tuple[int, ...]], list[Action]] = {}
+        self._step: StepState | None = None
+
+    def _make_channels(self) -> None:
+        upstream = None if self.is_first_stage() else self._peer(self.prev_stage)
+        downstream = None if self.is_last_stage() else self._peer(self.next_stage)
+        watchdog, device = self._watchdog, self.device
+        with watchdog.step(), watchdog.waiting(Wait("a connection", "the neighbouring stages")):
+            to_upstream, to_downstream = links(
+                self.global_rank,
+                self.stage_id,
+                upstream=upstream,
+                downstream=downstream,
+                # Longer than the watchdog's, which has more to say.
+                timeout_s=2 * watchdog.timeout_s,
+            )
+        if to_upstream is not None:
+            peer, forward, backward = to_upstream
+            self._activations_in = RecvChannel("activation", peer, forward, watchdog, device)
+            self._grads_out = SendChannel("gradient", peer, backward, watchdog)
+        if to_downstream is not None:
+            peer, forward, backward = to_downstream
+            self._activations_out = SendChannel("activation", peer, forward, watchdog)
+            self._grads_in = RecvChannel("gradient", peer, backward, watchdog, device)
+
+    def _peer(self, stage: int) -> Peer:
+        return Peer(rank=self.grid.stage_to_global(stage_id=stage), stage=stage)
+
+    # Steps
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """As ``PipelineEngine.train_batch``.
+
+        Raises:
+            DataIteratorEnded: on every rank, if an iterator ends before the step's micro-batches.
+            ConfigError: on every rank, if the slices do not fit the loaded micro-batches.
+            RankFailure: if a neighbour was lost.
+        """
+        with self._guarded():
+            return super().train_batch(data_iter)
+
+    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``PipelineEngine.eval_batch``, forward only and in slices.
+
+        Raises:
+            As :meth:`train_batch`.
+        """
+        train_iterator = self.data_iterator
+        try:
+            with self._guarded():
+                return super().eval_batch(data_iter, *args, **kwargs)
+        finally:
+            self.set_dataiterator(train_iterator)
+            self.eval_return_logits = False
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Watches a step, frees its slices, and lets no other rank wait for a failed one."""
+        try:
+            with self._watchdog.step():
+                yield
+        except (DataIteratorEnded, ConfigError) as error:
+            # Raised on every rank of this pipeline; only other replicas need to hear of it.
+            if self._pipeline.spans_world and not isinstance(error, DataIteratorEnded):
+                self._watchdog.announce(str(error))
+            raise
+        except Exception as error:
+            self._watchdog.announce(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            if self._step is not None:
+                self._step.release()
+                self._step = None
+
+    def _train_schedule(self) -> TokenSliceSchedule:
+        return self._begin_step(self.terapipe.schedule, self.micro_batches, training=True)
+
+    def _inference_schedule(self, micro_batches: int) -> TokenSliceSchedule:
+        return self._begin_step("forward", micro_batches, training=False)
+
+    def _begin_step(
+        self, schedule: str, micro_batches: int, *, training: bool
+    ) -> TokenSliceSchedule:
+        """Loads the step's micro-batches, cuts them, and posts the first receives."""
+        inputs, labels, shapes = self._load(micro_batches)
+        wait = Wait("the step's header", "all stages of this pipeline")
+        with self._watchdog.waiting(wait):
+            shapes = exchange_shapes(self._pipeline, shapes, micro_batches)
+        schemes = [
+            SliceScheme.resolve(self._slices(), sequences=sequences, seq_length=tokens)
+            for sequences, tokens in shapes
+        ]
+        self._step = StepState(
+            training=training,
+            schemes=schemes,
+            inputs=inputs,
+            losses=[
+                self._micro_batch_loss(loaded, scheme, training)
+                for loaded, scheme in zip(labels, schemes, strict=False)
+            ],
+        )
+        order = self._order(schedule, self._step.slices)
+        self._begin_receives(order)
+        return TokenSliceSchedule(
+            order, micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id
+        )
+
+    def _slices(self) -> Any:
+        return self.terapipe.slices
+
+    def _order(self, schedule: str, slices: list[int]) -> list[Action]:
+        """This stage's actions; the same ones serve every step of the same shape."""
+        key = (schedule, len(slices), tuple(slices))
+        if key not in self._orders:
+            self._orders[key] = actions(schedule, self.num_stages, len(slices), slices)[
+                self.stage_id
+            ]
+        return self._orders[key]
+
+    def _load(
+        self, micro_batches: int
+    ) -> tuple[list[Tensors], list[Tensors], list[BatchShape] | None]:
+        """Draws the step's micro-batches, on the stages that stock DeepSpeed draws them on.
+
+        Returns:
+            inputs, labels, and (sequences, tokens) of each; None on stages that load nothing.
+        """
+        first, last = self.is_first_stage(), self.is_last_stage()
+        if not (first or last):
+            return [], [], None
+        inputs: list[Tensors] = []
+        labels: list[Tensors] = []
+        shapes: list[BatchShape] = []
+        adapter = self._adapter
+        with self._timed(BATCH_INPUT_TIMER):
+            for _ in range(micro_batches):
+                try:
+                    batch = self._next_batch()
+                except StopIteration:
+                    break
+                if first:
+                    inputs.append(self._to_device(batch[0]))
+                if last:
+                    labels.append(self._to_device(batch[1]))
+                shapes.append(
+                    adapter.batch_shape(inputs[-1], adapter.inputs)
+                    if first
+                    else adapter.batch_shape(labels[-1], adapter.labels)
+                )
+        return inputs, labels, shapes
+
+    def _to_device(self, tensors: Any) -> Tensors:
+        if torch.is_tensor(tensors):
+            return tensors.to(self.device)
+        return tuple(tensor.to(self.device) for tensor in tensors)
+
+    def _micro_batch_loss(
+        self, labels: Tensors, scheme: SliceScheme, training: bool
+    ) -> MicroBatchLoss:
+        return MicroBatchLoss(
+            self.module.loss_fn,
+            self._adapter,
+            labels,
+            scheme,
+            mode=self._loss_mode if self._compute_loss else "outputs",
+            keep_outputs=not training and self.eval_return_logits,
+            additional_losses=self.module.get_additional_losses,
+        )
+
+    def _begin_receives(self, order: list[Action]) -> None:
+        step = self._current_step()
+        if not self.is_first_stage():
+            slots = [step.slot(action) for action in order if action.kind == "F"]
+            self._activations_in.begin(slots, self._boundaries.get(("upstream", step.training)))
+        if not self.is_last_stage() and step.training:
+            slots = [step.slot(action) for action in order if action.kind == "B"]
+            boundary = self._boundaries.get(("downstream", True))
+            self._grads_in.begin(slots, None if boundary is None else boundary.gradients())
+
+    def _current_step(self) -> StepState:
+        assert self._step is not None, "a slice instruction ran outside a step"
+        return self._step
+
+    def _exec_schedule(self, pipe_schedule: TokenSliceSchedule) -> None:
+        super()._exec_schedule(pipe_schedule)
+        if not self.is_first_stage() and self._current_step().training:
+            self._grads_out.drain()
+        if not self.is_last_stage():
+            self._activations_out.drain()
+        if not self.module.training:
+            ds_checkpointing.reset()
+
+    # Instructions
+
+    def _exec_recv_activation(self, micro_batch: int, slice: int) -> None:
+        step = self._current_step()
+        with self._timed(PIPE_RECV_INPUT_TIMER):
+            key = ("upstream", step.training)
+            if key not in self._boundaries:
+                self._boundaries[key] = self._activations_in.recv_boundary()
+                self._activations_in.learn(self._boundaries[key])
+            tensors = self._activations_in.receive()
+        for tensor, template in zip(tensors, self._boundaries[key].tensors, strict=True):
+            tensor.requires_grad_(step.training and template.requires_grad)
+        step.groups[micro_batch].inputs[slice] = tensors if len(tensors) > 1 else tensors[0]
+
+    def _exec_forward(self, micro_batch: int, slice: int) -> None:
+        self.tput_timer.start()
+        step = self._current_step()
+        group = step.groups[micro_batch]
+        tokens = group.ranges[slice]
+        inputs = group.inputs.get(slice)
+        if self.is_first_stage():
+            inputs = self._cut_inputs(group.micro_batch, group.rows, tokens.start, tokens.stop)
+        if isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.clear_backward_seen_flag()
+        with current_slice(tokens, group.context), autocast_if_enabled(self):
+            outputs = self.module(inputs)
+        if not step.training:
+            group.inputs.pop(slice, None)
+        if not self.is_last_stage():
+            group.outputs[slice] = as_tuple(outputs)
+        else:
+            loss = step.losses[group.micro_batch]
+            loss.forward(group.index, slice, outputs)
+            if loss.complete:
+                self._collect(loss)
+        if tokens.is_last and not step.training:
+            group.context = type(group.context)()
+
+    def _cut_inputs(self, micro_batch: int, rows: Any, start: int, stop: int) -> Tensors:
+        inputs = self._current_step().inputs[micro_batch]
+        cut = self._adapter.cut(inputs, self._adapter.inputs, rows, slice(start, stop))
+        if torch.is_grad_enabled() and self._reentrant_activation_checkpointing():
+            # Reentrant checkpointing detaches a segment none of whose inputs needs a gradient.
+            for tensor in as_tuple(cut):
+                if tensor.is_floating_point():
+                    tensor.detach_().requires_grad_()
+        return cut
+
+    def _collect(self, loss: MicroBatchLoss) -> None:
+        """Adds a finished micro-batch to what ``train_batch`` and ``eval_batch`` report."""
+        if self.eval_return_logits:
+            self.outputs = loss.outputs()
+        self.loss = loss.value if self._compute_loss else loss.outputs()
+        self.fwd_outputs.append(self.loss)
+        self.total_loss = self.loss if self.total_loss is None else self.total_loss + self.loss
+        if loss.additional is None:
+            return
+        if self.total_additional_losses is None:
+            self.total_additional_losses = OrderedDict()
+        totals = self.total_additional_losses
+        for name, value in loss.additional.items():
+            totals[name] = value if name not in totals else totals[name] + value
+
+    def _exec_send_activation(self, micro_batch: int, slice: int) -> None:
+        step = self._current_step()
+        group = step.groups[micro_batch]
+        outputs = group.outputs[slice]
+        sequences, tokens = group.sequences, group.ranges[slice].length
+        key = ("downstream", step.training)
+        with self._timed(PIPE_SEND_OUTPUT_TIMER):
+            if key not in self._boundaries:
+                boundary = Boundary.of(
+                    outputs, self._adapter.boundary, sequences=sequences, tokens=tokens
+                )
+                self._boundaries[key] = boundary
+                self._activations_out.send_boundary(boundary, self.device)
+                if step.training:
+                    self._grads_in.learn(boundary.gradients())
+            self._boundaries[key].check(outputs, sequences=sequences, tokens=tokens)
+            self._activations_out.send(outputs, micro_batch, slice)
+        if not step.training:
+            del group.outputs[slice]
+
+    def _exec_recv_grad(self, micro_batch: int, slice: int) -> None:
+        with self._timed(PIPE_RECV_GRAD_TIMER):
+            grads = self._grads_in.receive()
+        self._current_step().groups[micro_batch].output_grads[slice] = grads
+
+    def _exec_backward(self, micro_batch: int, slice: int) -> None:
+        step = self._current_step()
+        group = step.groups[micro_batch]
+        self._running_engine_backward = True
+        try:
+            self._backward_prologue()
+            with current_slice(group.ranges[slice], group.context):
+                if self.is_last_stage():
+                    loss = step.losses[group.micro_batch]
+                    root, grad = loss.take_root(group.index, slice, self._scale_loss)
+                    roots, grads = (root,), (grad,)
+                else:
+                    outputs = group.outputs.pop(slice)
+                    roots = tuple(tensor for tensor in outputs if tensor.requires_grad)
+                    grads = group.output_grads.pop(slice)
+                if roots:
+                    torch.autograd.backward(roots, grads)
+            self._backward_epilogue()
+        finally:
+            self._running_engine_backward = False
+        if slice == 0:
+            # dK and dV are complete: nothing needs this micro-batch's context any more.
+            group.context = type(group.context)()
+
+    def _scale_loss(self, loss: Tensor) -> Tensor:
+        """As ``DeepSpeedEngine.backward`` does before it runs a loss's backward."""
+        loss = loss / self.gradient_accumulation_steps()
+        if isinstance(self.optimizer, ZeROOptimizer):
+            return cast(Tensor, self.optimizer.scale_if_loss(loss))
+        return loss
+
+    def _exec_send_grad(self, micro_batch: int, slice: int) -> None:
+        step = self._current_step()
+        inputs = as_tuple(step.groups[micro_batch].inputs.pop(slice))
+        with self._timed(PIPE_SEND_GRAD_TIMER):
+            grads = [
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                for tensor in inputs
+                if tensor.requires_grad
+            ]
+            self._grads_out.send(grads, micro_batch, slice)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        with self._watchdog.waiting(Wait("the reduction of tied gradients", "all tied stages")):
+            super()._exec_reduce_tied_grads()
+
+    def _exec_reduce_grads(self) -> None:
+        with self._watchdog.waiting(Wait("the reduction of gradients", "all replicas")):
+            super()._exec_reduce_grads()
+
+    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+        with self._watchdog.waiting(Wait("the optimizer step", "all ranks")):
+            super()._exec_optimizer_step(lr_kwargs)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        with self._watchdog.waiting(Wait("the loss", "the last stage and all replicas")):
+            return super()._aggregate_total_loss()
+
+    def _timed(self, name: str) -> Any:
+        """One of DeepSpeed's timers, where ``wall_clock_breakdown`` asks for them."""
+        return _running(self.timers(name)) if self.wall_clock_breakdown() else nullcontext()
+
+    _INSTRUCTION_MAP: dict[type, Callable[..., None]] = {
+        ds_schedule.OptimizerStep: _exec_optimizer_step,
+        ds_schedule.ReduceGrads: _exec_reduce_grads,
+        ds_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        ForwardSlice: _exec_forward,
+        BackwardSlice: _exec_backward,
+        SendActivationSlice: _exec_send_activation,
+        RecvActivationSlice: _exec_recv_activation,
+        SendGradSlice: _exec_send_grad,
+        RecvGradSlice: _exec_recv_grad,
+    }
+
+
+@contextmanager
+def _running(timer: Any) -> Iterator[None]:
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
+
+
+def _digest(block: TeraPipeConfig, ds_config: Any) -> dict[str, Any]:
+    """What must be the same on all ranks for their slices to meet."""
+    return {
+        "terapipe": block.describe(),
+        "terapipe_ds version": __version__,
+        "deepspeed version": deepspeed.__version__,
+        "torch version": torch.__version__,
+        "gradient_accumulation_steps": ds_config.gradient_accumulation_steps,
+        "train_micro_batch_size_per_gpu": ds_config.train_micro_batch_size_per_gpu,
+        "zero_optimization.stage": int(ds_config.zero_optimization_stage),
+        "bf16.enabled": bool(ds_config.bfloat16_config.enabled),
+        "gradient_clipping": ds_config.gradient_clipping,
+    }

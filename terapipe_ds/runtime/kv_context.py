@@ -1,0 +1,220 @@
+"""Keys and values of the earlier slices, kept as context, and the gradient that flows back to them.
+
+A slice's queries attend to the keys and values of its own tokens and of all tokens before. Each
+layer therefore keeps one K and one V buffer of the full sequence for a micro-batch. An autograd
+function around K and V writes the slice's own part and hands on an alias of the buffer, so nothing
+is copied twice and any attention kernel may follow. In backward, slices run last to first: each
+adds its share of dK and dV to the tokens before it and takes what the later slices added to its own
+tokens, which is complete by then (TeraPipe, section 3.2). Every slice's autograd graph stands
+alone, and a recomputed forward writes the same values again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import TeraPipeError
+from ..scheme import TokenRange
+
+
+class LayerKV:
+    """One layer's K and V of a whole sequence, and the dK and dV of the context.
+
+    Args:
+        key: a slice's keys ``[length, sequences, heads, head_dim]``, for shape, dtype and device.
+        value: its values; the last dimension may differ.
+        total: the sequence length in tokens.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, *, total: int) -> None:
+        self.key = key.new_empty((total, *key.shape[1:]))
+        self.value = value.new_empty((total, *value.shape[1:]))
+        self._gradients: tuple[Tensor, Tensor] | None = None
+        # Where the next slice to run backward must end: slices run last to first.
+        self._backward_stop = total
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Stores a slice's own K and V at its tokens."""
+        stop = start + key.shape[0]
+        self.key[start:stop].copy_(key)
+        self.value[start:stop].copy_(value)
+
+    def exchange_gradients(
+        self, start: int, stop: int, context: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Adds a slice's gradient to its context, returns what later slices left for its tokens.
+
+        Args:
+            start: the slice's first token.
+            stop: the token after its last.
+            context: dK and dV of tokens ``[0, start)``; the first one given is kept, not copied.
+
+        Returns:
+            dK and dV of tokens ``[start, stop)``, or None if no later slice had any.
+
+        Raises:
+            TeraPipeError: if a later slice has not run its backward yet.
+        """
+        if stop != self._backward_stop:
+            raise TeraPipeError(
+                f"backward of tokens [{start}, {stop}) came where the slice that ends at "
+                f"{self._backward_stop} was due; slices must run backward last to first"
+            )
+        self._backward_stop = start
+        own = None
+        if self._gradients is not None:
+            own = tuple(gradient[start:stop] for gradient in self._gradients)
+        if context is not None:
+            if self._gradients is None:
+                self._gradients = tuple(map(_writable, context))
+            else:
+                for gradient, share in zip(self._gradients, context, strict=True):
+                    gradient[:start].add_(share)
+        return own
+
+
+class SequenceContext:
+    """The K and V of all layers of this stage for the sequences of one micro-batch."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, LayerKV] = {}
+
+    def layer(self, owner: object, key: Tensor, value: Tensor, total: int) -> LayerKV:
+        """The buffers of one attention module, made when its first slice comes."""
+        layer = self._layers.get(id(owner))
+        if layer is None:
+            layer = self._layers[id(owner)] = LayerKV(key, value, total=total)
+        return layer
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+@dataclass(frozen=True)
+class CurrentSlice:
+    """The slice that is being computed: its tokens, and its micro-batch's context."""
+
+    tokens: TokenRange
+    context: SequenceContext
+
+
+# A global, not a thread-local: on CUDA, autograd runs a recomputed forward in a thread of its own.
+_current: CurrentSlice | None = None
+
+
+def get_current_slice() -> CurrentSlice | None:
+    """The slice that is being computed, or None where sequences are not cut."""
+    return _current
+
+
+@contextmanager
+def current_slice(tokens: TokenRange, context: SequenceContext) -> Iterator[None]:
+    """Marks the slice for the forward, or the backward with its recomputation, inside.
+
+    A slice that is the whole sequence needs no context and is not marked.
+    """
+    global _current
+    before = _current
+    _current = None if tokens.length == tokens.total else CurrentSlice(tokens, context)
+    try:
+        yield
+    finally:
+        _current = before
+
+
+@dataclass(frozen=True)
+class ContextKV:
+    """K and V for a slice's attention, as aliases of the layer's buffers.
+
+    ``context`` is ``(K, V)`` of the tokens before the slice, ``own`` of the slice's own tokens.
+    """
+
+    context: tuple[Tensor, Tensor]
+    own: tuple[Tensor, Tensor]
+
+
+def extend(
+    owner: object, key: Tensor, value: Tensor, current: CurrentSlice
+) -> tuple[Tensor, Tensor]:
+    """K and V of all tokens up to this slice's last.
+
+    Args:
+        owner: the attention module; it names the buffers.
+        key: the slice's keys ``[length, sequences, heads, head_dim]``.
+        value: the slice's values.
+        current: the slice.
+
+    Returns:
+        K and V ``[start + length, sequences, heads, head_dim]``; their gradient reaches this and
+        the earlier slices.
+    """
+    layer = current.context.layer(owner, key, value, current.tokens.total)
+    return _Extend.apply(key, value, layer, current.tokens.start, False)
+
+
+def extend_split(owner: object, key: Tensor, value: Tensor, current: CurrentSlice) -> ContextKV:
+    """As :func:`extend`, with context and own tokens apart, for a kernel that treats them apart."""
+    layer = current.context.layer(owner, key, value, current.tokens.total)
+    parts = _Extend.apply(key, value, layer, current.tokens.start, True)
+    return ContextKV(context=(parts[0], parts[1]), own=(parts[2], parts[3]))
+
+
+class _Extend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, layer: LayerKV, start: int, split: bool
+    ) -> tuple[Tensor, ...]:
+        stop = start + key.shape[0]
+        layer.write(key, value, start)
+        ctx.layer, ctx.start, ctx.stop, ctx.split = layer, start, stop, split
+        ctx.set_materialize_grads(False)
+        # .data gives the alias a version counter of its own: the next slice writes past this
+        # alias's end, which autograd would otherwise take for a change of what it saved.
+        keys, values = layer.key.data, layer.value.data
+        if split:
+            return keys[:start], values[:start], keys[start:stop], values[start:stop]
+        return keys[:stop], values[:stop]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        start = ctx.start
+        if ctx.split:
+            d_context, d_own = gradients[:2], gradients[2:]
+        else:
+            d_context = tuple(None if grad is None else grad[:start] for grad in gradients)
+            d_own = tuple(None if grad is None else grad[start:] for grad in gradients)
+        has_context = start > 0 and d_context[0] is not None and d_context[1] is not None
+        later = ctx.layer.exchange_gradients(start, ctx.stop, d_context if has_context else None)
+        if later is not None:
+            d_own = tuple(
+                share if own is None else own + share
+                for own, share in zip(d_own, later, strict=True)
+            )
+        return (*d_own, None, None, None)
+
+
+def _writable(gradient: Tensor) -> Tensor:
+    """The tensor itself unless its elements share memory, as those of an expanded one do."""
+    shares = any(
+        stride == 0 and size > 1
+        for stride, size in zip(gradient.stride(), gradient.shape, strict=True)
+    )
+    return gradient.clone() if shares else gradient
+
+
+__all__ = [
+    "ContextKV",
+    "CurrentSlice",
+    "LayerKV",
+    "SequenceContext",
+    "current_slice",
+    "extend",
+    "extend_split",
+    "get_current_slice",
+]

@@ -1,0 +1,56 @@
+"""What the engine refuses before it starts: settings whose result could not be exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+from ..config import TeraPipeConfig
+from ..errors import ConfigError
+from .adapter import adapter_of
+from .deepspeed_seams import ZeroStageEnum
+from .loss import choose_loss
+
+
+def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: Any) -> None:
+    """Raises for what cannot be sliced correctly.
+
+    Args:
+        block: the ``"terapipe"`` block.
+        module: this rank's stages.
+        ds_config: the ``DeepSpeedConfig``.
+
+    Raises:
+        ConfigError: names the setting to change.
+    """
+    if isinstance(module, DualPipeVModule):
+        raise ConfigError(
+            "model: found a DualPipeVModule, allowed is a PipelineModule (DualPipeV has a schedule "
+            'of its own); change the model, or set "terapipe": {"enabled": false}'
+        )
+    if block.slices == "auto":
+        raise ConfigError(
+            'terapipe.slices: found "auto", allowed until the planner exists are a number of '
+            "slices, a list of lengths, or groups [[sequences, [lengths...]], ...]"
+        )
+    if ds_config.zero_optimization_stage > ZeroStageEnum.optimizer_states:
+        raise ConfigError(
+            f"zero_optimization.stage: found {int(ds_config.zero_optimization_stage)}, allowed are "
+            "0 and 1 (pipeline parallelism keeps whole gradients on a stage); change "
+            "zero_optimization.stage"
+        )
+    if ds_config.float16_config.enabled:
+        raise ConfigError(
+            "fp16.enabled: found true, allowed are bf16 and fp32 with token slices so far; use bf16"
+        )
+    if module.loss_fn is None:
+        raise ConfigError(
+            "model: found a PipelineModule without loss_fn, allowed is one with loss_fn(outputs, "
+            "labels), since a loss inside the last layer cannot be cut; pass loss_fn"
+        )
+    adapter = adapter_of(module)
+    choose_loss(block.loss, adapter)
+    if adapter.check is not None:
+        adapter.check(module)

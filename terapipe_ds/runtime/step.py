@@ -1,0 +1,97 @@
+"""The state of one step: the loaded micro-batches, their groups and what each slice holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..schedule.order import Action
+from ..scheme import Group, SliceScheme, TokenRange
+from .adapter import Tensors
+from .channel import Slot
+from .kv_context import SequenceContext
+from .loss import MicroBatchLoss
+
+
+@dataclass
+class GroupState:
+    """One group of a loaded micro-batch: what a schedule calls a micro-batch.
+
+    Attributes:
+        micro_batch: the loaded micro-batch it belongs to.
+        index: its place among that micro-batch's groups.
+        rows: its sequences.
+        ranges: the tokens of each slice.
+        context: the K and V of its earlier slices.
+        inputs: the stage's inputs of each slice in flight.
+        outputs: the stage's outputs of each slice in flight.
+    """
+
+    micro_batch: int
+    index: int
+    rows: slice
+    ranges: list[TokenRange]
+    context: SequenceContext = field(default_factory=SequenceContext)
+    inputs: dict[int, Tensors] = field(default_factory=dict)
+    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    output_grads: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, micro_batch: int, index: int, rows: slice, group: Group) -> GroupState:
+        return cls(micro_batch, index, rows, group.ranges())
+
+    @property
+    def sequences(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    def release(self) -> None:
+        """Frees the context and whatever slices still hold."""
+        self.context = SequenceContext()
+        self.inputs.clear()
+        self.outputs.clear()
+        self.output_grads.clear()
+
+
+@dataclass
+class StepState:
+    """One ``train_batch`` or ``eval_batch``.
+
+    Attributes:
+        training: whether slices run backward.
+        schemes: for each loaded micro-batch how it is cut.
+        inputs: for each loaded micro-batch the first stage's inputs; empty on other stages.
+        losses: for each loaded micro-batch its loss; empty before the last stage.
+        groups: all groups, in the schedule's order.
+    """
+
+    training: bool
+    schemes: list[SliceScheme]
+    inputs: list[Tensors]
+    losses: list[MicroBatchLoss]
+    groups: list[GroupState] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = [
+            GroupState.of(micro_batch, index, rows, group)
+            for micro_batch, scheme in enumerate(self.schemes)
+            for index, (rows, group) in enumerate(zip(scheme.rows(), scheme.groups, strict=True))
+        ]
+
+    @property
+    def slices(self) -> list[int]:
+        """The number of slices of every group."""
+        return [len(group.ranges) for group in self.groups]
+
+    def slot(self, action: Action) -> Slot:
+        """The message that brings an action its input."""
+        group = self.groups[action.micro_batch]
+        length = group.ranges[action.slice].length
+        return Slot(action.micro_batch, action.slice, group.sequences, length)
+
+    def release(self) -> None:
+        """Frees everything that the step holds."""
+        for group in self.groups:
+            group.release()
+        self.inputs.clear()
+        self.losses.clear()

@@ -1,0 +1,127 @@
+"""Ends a rank that waits too long, or whose peer has failed, with a line that says for what.
+
+A pipeline rank that stops leaves the others waiting. The watchdog knows what this rank waits for;
+its thread ends the process when the wait is longer than ``timeout_s``, or when another rank has
+announced its failure in the ranks' rendezvous store.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch.distributed
+
+_ABORT_KEY = "terapipe_ds/abort"
+
+
+class Wait(NamedTuple):
+    """What a rank waits for."""
+
+    what: str
+    peer: str
+    micro_batch: int | None = None
+    slice: int | None = None
+
+    def __str__(self) -> str:
+        where = ""
+        if self.micro_batch is not None:
+            where = f" of micro-batch {self.micro_batch}, slice {self.slice},"
+        return f"{self.what}{where} from {self.peer}"
+
+
+class Watchdog:
+    """One rank's watch over its waits.
+
+    Args:
+        name: this rank, for messages, for example ``"rank 2 (stage 1)"``.
+        timeout_s: the longest wait, in seconds.
+        store: the ranks' rendezvous store, to announce and hear of failures.
+    """
+
+    def __init__(self, name: str, *, timeout_s: float, store: torch.distributed.Store) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self._store = store
+        self._wait: tuple[float, Wait] | None = None
+        self._steps = 0
+        self._interval = min(0.5, timeout_s / 10)
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Watches while a step runs; other ranks' failures end this process only inside."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="terapipe-watchdog", daemon=True)
+            self._thread.start()
+        self._steps += 1
+        try:
+            yield
+        finally:
+            self._steps -= 1
+            self._wait = None
+
+    @contextmanager
+    def waiting(self, wait: Wait) -> Iterator[None]:
+        """Times what is done inside as a wait."""
+        self._wait = (time.monotonic(), wait)
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    def announce(self, reason: str) -> None:
+        """Tells all ranks that this one has failed, so that they end too."""
+        try:
+            self._store.set(_ABORT_KEY, f"{self.name}: {reason}")
+        except RuntimeError:
+            # The store's host is gone, and the other ranks find that out as this one did.
+            return
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._interval)
+            if not self._steps:
+                continue
+            reason = self._late() or self._abort_reason()
+            if reason is not None and self._steps:
+                _end_process(reason)
+
+    def _late(self) -> str | None:
+        entry = self._wait
+        if entry is None:
+            return None
+        since, wait = entry
+        # Ending a little early keeps the promise that a rank ends within timeout_s.
+        if time.monotonic() - since < self.timeout_s - 2 * self._interval:
+            return None
+        reason = (
+            f"waited {self.timeout_s:g} s for {wait}; that rank is stuck or gone, "
+            "see its output (terapipe.timeout_s sets the longest wait)"
+        )
+        self.announce(reason)
+        return f"terapipe-ds: {self.name} {reason}"
+
+    def _abort_reason(self) -> str | None:
+        try:
+            if not self._store.check([_ABORT_KEY]):
+                return None
+            reason = self._store.get(_ABORT_KEY).decode()
+        except RuntimeError:
+            # The host of the store ended. If that was a failure, this rank's own wait on a message
+            # fails or times out and says more than could be said here.
+            return None
+        entry = self._wait
+        waited = f" while it waited for {entry[1]}" if entry is not None else ""
+        return f"terapipe-ds: {self.name} ends{waited}, because of a failure on {reason}"
+
+
+def _end_process(reason: str) -> None:
+    print(reason, file=sys.stderr, flush=True)
+    # The main thread may be blocked inside a transfer, where no exception reaches it.
+    os._exit(1)

@@ -1,0 +1,79 @@
+"""Instructions on token slices, in the idiom of ``deepspeed.runtime.pipe.schedule``.
+
+``micro_batch`` counts the groups of a step as ``order.py`` does, ``slice`` the slices of a group.
+"""
+
+from __future__ import annotations
+
+from deepspeed.runtime.pipe.schedule import PipeInstruction
+
+
+class SliceInstruction(PipeInstruction):
+    """An instruction about one slice of one micro-batch.
+
+    Args:
+        micro_batch (int): the micro-batch.
+        slice (int): the slice of the micro-batch.
+    """
+
+    micro_batch: int
+    slice: int
+
+    def __init__(self, micro_batch: int, slice: int) -> None:
+        super().__init__(micro_batch=micro_batch, slice=slice)
+
+
+class ForwardSlice(SliceInstruction):
+    """Compute a slice's forward; on the last stage also its loss.
+
+    .. code-block:: python
+
+        with current_slice(contexts[micro_batch], ranges[micro_batch][slice]):
+            outputs[micro_batch][slice] = forward(inputs[micro_batch][slice])
+    """
+
+
+class BackwardSlice(SliceInstruction):
+    """Compute a slice's backward, which adds to the gradients of the slices before it.
+
+    .. code-block:: python
+
+        with current_slice(contexts[micro_batch], ranges[micro_batch][slice]):
+            backward(outputs[micro_batch][slice], grads[micro_batch][slice])
+    """
+
+
+class SendActivationSlice(SliceInstruction):
+    """Post the send of a slice's outputs to the next stage.
+
+    .. code-block:: python
+
+        downstream.send(outputs[micro_batch][slice])
+    """
+
+
+class RecvActivationSlice(SliceInstruction):
+    """Wait for a slice's inputs from the previous stage; the receive was posted earlier.
+
+    .. code-block:: python
+
+        inputs[micro_batch][slice] = upstream.receive()
+    """
+
+
+class SendGradSlice(SliceInstruction):
+    """Post the send of the gradients of a slice's inputs to the previous stage.
+
+    .. code-block:: python
+
+        upstream.send(grads_of(inputs[micro_batch][slice]))
+    """
+
+
+class RecvGradSlice(SliceInstruction):
+    """Wait for the gradients of a slice's outputs from the next stage.
+
+    .. code-block:: python
+
+        grads[micro_batch][slice] = downstream.receive()
+    """
