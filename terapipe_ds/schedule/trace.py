@@ -1,0 +1,136 @@
+"""Measured timelines: what each stage did and when, as numbers, a Perfetto trace and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Span(NamedTuple):
+    """One thing that a stage did.
+
+    Attributes:
+        what: ``"F"``, ``"B"``, or the instruction's name.
+        start: seconds, on a clock that all stages share.
+        stop: seconds.
+        micro_batch: None where the span belongs to none.
+        slice: None where the span belongs to none.
+    """
+
+    what: str
+    start: float
+    stop: float
+    micro_batch: int | None = None
+    slice: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+    @property
+    def label(self) -> str:
+        if self.micro_batch is None:
+            return self.what
+        where = f"{self.micro_batch}" if self.slice is None else f"{self.micro_batch}.{self.slice}"
+        return f"{self.what}{where}"
+
+
+@dataclass(frozen=True)
+class MeasuredTimeline:
+    """The spans of every stage in one iteration."""
+
+    stages: list[list[Span]]
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """From the first forward of any stage to the last backward of any stage, in seconds."""
+        computed = [span for spans in self.stages for span in spans if span.what in ("F", "B")]
+        return min(span.start for span in computed), max(span.stop for span in computed)
+
+    def busy(self) -> list[float]:
+        """Seconds that each stage computed forwards and backwards."""
+        return [
+            sum(span.seconds for span in spans if span.what in ("F", "B")) for spans in self.stages
+        ]
+
+    def bubble(self) -> list[float]:
+        """The share of the window in which each stage computed nothing."""
+        start, stop = self.window
+        return [1 - busy / (stop - start) for busy in self.busy()]
+
+
+def write_chrome_trace(path: Path, timelines: Mapping[str, MeasuredTimeline]) -> None:
+    """Writes timelines for ``ui.perfetto.dev`` or ``chrome://tracing``, a process a timeline.
+
+    Args:
+        path: the JSON file; written to a temporary file first, then renamed.
+        timelines: by name; each starts at 0.
+    """
+    events: list[dict[str, Any]] = []
+    for process, (name, timeline) in enumerate(timelines.items()):
+        origin, _ = timeline.window
+        events.append(_named("process_name", process, 0, name))
+        for stage, spans in enumerate(timeline.stages):
+            events.append(_named("thread_name", process, stage, f"stage {stage}"))
+            events += [
+                {
+                    "name": span.label,
+                    "cat": span.what,
+                    "ph": "X",
+                    "pid": process,
+                    "tid": stage,
+                    "ts": (span.start - origin) * 1e6,
+                    "dur": span.seconds * 1e6,
+                }
+                for span in spans
+            ]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"traceEvents": events}))
+    temporary.replace(path)
+
+
+def draw(
+    axes: Any, timeline: MeasuredTimeline, *, title: str, until_s: float | None = None
+) -> None:
+    """Draws a timeline, a row a stage; forwards and backwards are numbered by slice.
+
+    Args:
+        axes: matplotlib axes.
+        timeline: the timeline.
+        title: of the picture.
+        until_s: where the time axis ends, to draw several timelines at one scale.
+    """
+    origin, end = timeline.window
+    colors = {"F": "#4c78a8", "B": "#f2a33a"}
+    for stage, spans in enumerate(timeline.stages):
+        for span in spans:
+            if span.what not in colors:
+                continue
+            axes.barh(
+                stage,
+                span.seconds,
+                left=span.start - origin,
+                height=0.8,
+                color=colors[span.what],
+                edgecolor="white",
+                linewidth=0.6,
+            )
+            if span.slice is not None:
+                middle = span.start - origin + span.seconds / 2
+                axes.text(middle, stage, str(span.slice), ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(timeline.stages)), _stage_names(timeline.stages))
+    axes.invert_yaxis()
+    axes.set_xlim(0, until_s if until_s is not None else end - origin)
+    axes.set_xlabel("seconds")
+    axes.set_title(title, fontsize=10)
+
+
+def _stage_names(stages: Sequence[Any]) -> list[str]:
+    return [f"stage {stage}" for stage in range(len(stages))]
+
+
+def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
