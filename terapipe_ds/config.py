@@ -59,12 +59,14 @@ class TeraPipeConfig(BaseModel):
         )
 
     def describe(self) -> dict[str, Any]:
-        """The block as JSON values, to compare between ranks."""
-        slices = self.slices
-        return {
-            **self.model_dump(exclude={"slices"}),
-            "slices": str(slices) if isinstance(slices, SliceScheme) else slices,
-        }
+        """The settings as JSON values by their full name, to compare between ranks."""
+        slices: Any = self.slices
+        if isinstance(slices, SliceScheme):
+            slices = str(slices)
+        elif isinstance(slices, tuple):
+            slices = list(slices)
+        settings = {**self.model_dump(exclude={"slices"}), "slices": slices}
+        return {f"{BLOCK}.{name}": value for name, value in settings.items()}
 
 
 def read_block(ds_config: dict[str, Any]) -> TeraPipeConfig | None:

@@ -136,6 +136,7 @@ def gpt_pipeline(
         checkpointable_layers=[GPTTransformerLayer.__name__],
     )
     setattr(module, ATTRIBUTE, _adapter(loss_fn, loss_is_token_mean))
+    _count_once_in_norm(module)
     # What is drawn from here on (dropout) must differ between stages.
     _seed_everything(seed + 100 * module.stage_id)
     return module
@@ -328,6 +329,21 @@ def _adapter(
         token_weights=lambda labels: labels[1],
         check=check_layers,
     )
+
+
+def _count_once_in_norm(module: PipelineModule) -> None:
+    """Marks parameters so that DeepSpeed's gradient norm counts each of the model's once.
+
+    In ``clip_grad_norm_`` (DeepSpeed 0.19.8) all ranks but the first of a model count only
+    tensor-parallel parameters. It thus leaves out the norms and biases of later stages, and counts
+    a tied embedding on each stage that has a copy.
+    """
+    replicated_over_tensor = parallel_state.get_tensor_model_parallel_rank() > 0
+    for parameter in module.parameters():
+        if parameter.ds_pipe_replicated:
+            parameter.tensor_model_parallel = False
+        elif not replicated_over_tensor:
+            parameter.model_parallel = True
 
 
 def _topology(num_stages: int | None) -> ProcessTopology:

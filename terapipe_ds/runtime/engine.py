@@ -44,7 +44,7 @@ from .channel import Peer, RecvChannel, SendChannel, links
 from .deepspeed_seams import autocast_if_enabled, default_store
 from .header import BatchShape, Pipeline, exchange_shapes
 from .kv_context import current_slice
-from .loss import MicroBatchLoss, choose_loss
+from .loss import MicroBatchLoss, check_loss_fits, choose_loss
 from .refuse import check_supported
 from .step import StepState
 from .watchdog import Wait, Watchdog
@@ -180,12 +180,15 @@ class TokenSliceEngine(PipelineEngine):
             SliceScheme.resolve(self._slices(), sequences=sequences, seq_length=tokens)
             for sequences, tokens in shapes
         ]
+        mode = self._loss_mode if self._compute_loss else "outputs"
+        for scheme in schemes:
+            check_loss_fits(mode, scheme)
         self._step = StepState(
             training=training,
             schemes=schemes,
             inputs=inputs,
             losses=[
-                self._micro_batch_loss(loaded, scheme, training)
+                self._micro_batch_loss(loaded, scheme, mode, keep=not training)
                 for loaded, scheme in zip(labels, schemes, strict=False)
             ],
         )
@@ -245,15 +248,15 @@ class TokenSliceEngine(PipelineEngine):
         return tuple(tensor.to(self.device) for tensor in tensors)
 
     def _micro_batch_loss(
-        self, labels: Tensors, scheme: SliceScheme, training: bool
+        self, labels: Tensors, scheme: SliceScheme, mode: str, *, keep: bool
     ) -> MicroBatchLoss:
         return MicroBatchLoss(
             self.module.loss_fn,
             self._adapter,
             labels,
             scheme,
-            mode=self._loss_mode if self._compute_loss else "outputs",
-            keep_outputs=not training and self.eval_return_logits,
+            mode=mode,
+            keep_outputs=keep and self.eval_return_logits,
             additional_losses=self.module.get_additional_losses,
         )
 
@@ -334,6 +337,8 @@ class TokenSliceEngine(PipelineEngine):
             self.outputs = loss.outputs()
         self.loss = loss.value if self._compute_loss else loss.outputs()
         self.fwd_outputs.append(self.loss)
+        if not self._compute_loss:
+            return
         self.total_loss = self.loss if self.total_loss is None else self.total_loss + self.loss
         if loss.additional is None:
             return
@@ -374,7 +379,7 @@ class TokenSliceEngine(PipelineEngine):
         self._running_engine_backward = True
         try:
             self._backward_prologue()
-            with current_slice(group.ranges[slice], group.context):
+            with current_slice(group.ranges[slice], group.context, backward=True):
                 if self.is_last_stage():
                     loss = step.losses[group.micro_batch]
                     root, grad = loss.take_root(group.index, slice, self._scale_loss)
@@ -455,7 +460,7 @@ def _running(timer: Any) -> Iterator[None]:
 def _digest(block: TeraPipeConfig, ds_config: Any) -> dict[str, Any]:
     """What must be the same on all ranks for their slices to meet."""
     return {
-        "terapipe": block.describe(),
+        **block.describe(),
         "terapipe_ds version": __version__,
         "deepspeed version": deepspeed.__version__,
         "torch version": torch.__version__,

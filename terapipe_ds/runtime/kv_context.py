@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import TeraPipeError
+from ..errors import ConfigError, TeraPipeError
 from ..scheme import TokenRange
 
 
@@ -84,12 +84,26 @@ class SequenceContext:
 
     def __init__(self) -> None:
         self._layers: dict[int, LayerKV] = {}
+        self._forwarded: dict[int, int] = {}
 
-    def layer(self, owner: object, key: Tensor, value: Tensor, total: int) -> LayerKV:
-        """The buffers of one attention module, made when its first slice comes."""
-        layer = self._layers.get(id(owner))
+    def layer(self, owner: object, key: Tensor, value: Tensor, current: CurrentSlice) -> LayerKV:
+        """The buffers of one attention module, made when its first slice comes.
+
+        Raises:
+            ConfigError: if the module attends twice in one forward, as a tied layer may.
+        """
+        name = id(owner)
+        layer = self._layers.get(name)
         if layer is None:
-            layer = self._layers[id(owner)] = LayerKV(key, value, total=total)
+            layer = self._layers[name] = LayerKV(key, value, total=current.tokens.total)
+        if not current.backward:
+            if self._forwarded.get(name, -1) >= current.tokens.start:
+                raise ConfigError(
+                    f"model: found {type(owner).__name__} used twice by one stage, allowed is "
+                    "once, since each use needs a context of its own; untie that layer, or place "
+                    "its uses on different stages"
+                )
+            self._forwarded[name] = current.tokens.start
         return layer
 
     def __len__(self) -> int:
@@ -98,10 +112,14 @@ class SequenceContext:
 
 @dataclass(frozen=True)
 class CurrentSlice:
-    """The slice that is being computed: its tokens, and its micro-batch's context."""
+    """The slice that is being computed: its tokens, and its micro-batch's context.
+
+    ``backward`` tells a forward that is recomputed for a backward from the first one.
+    """
 
     tokens: TokenRange
     context: SequenceContext
+    backward: bool = False
 
 
 # A global, not a thread-local: on CUDA, autograd runs a recomputed forward in a thread of its own.
@@ -114,14 +132,17 @@ def get_current_slice() -> CurrentSlice | None:
 
 
 @contextmanager
-def current_slice(tokens: TokenRange, context: SequenceContext) -> Iterator[None]:
+def current_slice(
+    tokens: TokenRange, context: SequenceContext, *, backward: bool = False
+) -> Iterator[None]:
     """Marks the slice for the forward, or the backward with its recomputation, inside.
 
     A slice that is the whole sequence needs no context and is not marked.
     """
     global _current
     before = _current
-    _current = None if tokens.length == tokens.total else CurrentSlice(tokens, context)
+    whole = tokens.length == tokens.total
+    _current = None if whole else CurrentSlice(tokens, context, backward)
     try:
         yield
     finally:
@@ -154,13 +175,13 @@ def extend(
         K and V ``[start + length, sequences, heads, head_dim]``; their gradient reaches this and
         the earlier slices.
     """
-    layer = current.context.layer(owner, key, value, current.tokens.total)
+    layer = current.context.layer(owner, key, value, current)
     return _Extend.apply(key, value, layer, current.tokens.start, False)
 
 
 def extend_split(owner: object, key: Tensor, value: Tensor, current: CurrentSlice) -> ContextKV:
     """As :func:`extend`, with context and own tokens apart, for a kernel that treats them apart."""
-    layer = current.context.layer(owner, key, value, current.tokens.total)
+    layer = current.context.layer(owner, key, value, current)
     parts = _Extend.apply(key, value, layer, current.tokens.start, True)
     return ContextKV(context=(parts[0], parts[1]), own=(parts[2], parts[3]))
 

@@ -32,7 +32,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     arguments = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     block, error = _read(arguments)
     if torch.distributed.is_initialized():
-        agree({BLOCK: None if block is None else block.describe()}, error)
+        found = {BLOCK: "no block"} if block is None else {BLOCK: "a block", **block.describe()}
+        agree(found, error)
     elif error is not None:
         raise error
     if block is None or not block.enabled:

@@ -38,6 +38,22 @@ def choose_loss(setting: str, adapter: SequenceAdapter) -> str:
     return setting
 
 
+def check_loss_fits(mode: str, scheme: SliceScheme) -> None:
+    """Raises where no order of slices allows the loss; every rank calls it.
+
+    The first group's backward would need the last group's forward, for the loss of both.
+
+    Raises:
+        ConfigError: for a whole-sequence loss over several groups.
+    """
+    if mode == "whole_sequence" and len(scheme) > 1:
+        raise ConfigError(
+            f"terapipe.loss: found a whole-sequence loss with {len(scheme)} groups in a "
+            "micro-batch, allowed is one group; let terapipe.slices be lengths or a count, or "
+            "lower train_micro_batch_size_per_gpu"
+        )
+
+
 def slice_weights(token_weights: Tensor | None, scheme: SliceScheme) -> list[list[float]]:
     """Each slice's share of the micro-batch's valid tokens, by group and slice.
 
@@ -78,10 +94,6 @@ class MicroBatchLoss:
         mode: ``per_slice``, ``whole_sequence``, or ``outputs`` (evaluation without a loss).
         keep_outputs: whether :meth:`outputs` will be called.
         additional_losses: the module's ``get_additional_losses``.
-
-    Raises:
-        ConfigError: for a whole-sequence loss over several groups, which no order of slices allows
-            (the first group's backward would need the last group's forward).
     """
 
     def __init__(
@@ -95,12 +107,6 @@ class MicroBatchLoss:
         keep_outputs: bool,
         additional_losses: Callable[[], dict[str, Tensor] | None],
     ) -> None:
-        if mode == "whole_sequence" and len(scheme) > 1:
-            raise ConfigError(
-                f"terapipe.loss: found a whole-sequence loss with {len(scheme)} groups in a "
-                "micro-batch, allowed is one group; let terapipe.slices be lengths or a count, or "
-                "lower train_micro_batch_size_per_gpu"
-            )
         self._loss_fn, self._adapter, self._labels, self._scheme = loss_fn, adapter, labels, scheme
         self._mode = mode
         self._keep_outputs = keep_outputs or mode == "outputs"

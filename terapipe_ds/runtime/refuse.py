@@ -30,6 +30,12 @@ def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: An
             "model: found a DualPipeVModule, allowed is a PipelineModule (DualPipeV has a schedule "
             'of its own); change the model, or set "terapipe": {"enabled": false}'
         )
+    layers, stages = len(module._layer_specs), module.num_pipeline_stages()
+    if layers < stages:
+        raise ConfigError(
+            f"num_stages: found {stages} stages for {layers} pipeline layers, allowed is at most "
+            "one stage a layer; lower num_stages, or give the model more layers"
+        )
     if block.slices == "auto":
         raise ConfigError(
             'terapipe.slices: found "auto", allowed until the planner exists are a number of '

@@ -50,7 +50,8 @@ class Watchdog:
         self._store = store
         self._wait: tuple[float, Wait] | None = None
         self._steps = 0
-        self._interval = min(0.5, timeout_s / 10)
+        self._interval = min(0.5, timeout_s / 20)
+        self._lost_looks = 0
         self._thread: threading.Thread | None = None
 
     @contextmanager
@@ -82,46 +83,51 @@ class Watchdog:
         except RuntimeError:
             # The store's host is gone, and the other ranks find that out as this one did.
             return
+        # This rank may be the store's host: the others need time to look.
+        time.sleep(2 * self._interval)
 
     def _run(self) -> None:
         while True:
             time.sleep(self._interval)
             if not self._steps:
                 continue
-            reason = self._late() or self._abort_reason()
+            late = self._late()
+            if late is not None:
+                print(f"terapipe-ds: {self.name} {late}", file=sys.stderr, flush=True)
+                self.announce(late)
+                os._exit(1)
+            reason = self._abort_reason()
             if reason is not None and self._steps:
-                _end_process(reason)
+                print(f"terapipe-ds: {self.name} ends{reason}", file=sys.stderr, flush=True)
+                # The main thread may be blocked in a transfer, where no exception reaches it.
+                os._exit(1)
 
     def _late(self) -> str | None:
         entry = self._wait
         if entry is None:
             return None
         since, wait = entry
-        # Ending a little early keeps the promise that a rank ends within timeout_s.
-        if time.monotonic() - since < self.timeout_s - 2 * self._interval:
+        # Ending a little early keeps the promise that all ranks end within timeout_s.
+        if time.monotonic() - since < self.timeout_s - 4 * self._interval:
             return None
-        reason = (
+        return (
             f"waited {self.timeout_s:g} s for {wait}; that rank is stuck or gone, "
             "see its output (terapipe.timeout_s sets the longest wait)"
         )
-        self.announce(reason)
-        return f"terapipe-ds: {self.name} {reason}"
 
     def _abort_reason(self) -> str | None:
         try:
             if not self._store.check([_ABORT_KEY]):
+                self._lost_looks = 0
                 return None
-            reason = self._store.get(_ABORT_KEY).decode()
+            cause = f"because of a failure on {self._store.get(_ABORT_KEY).decode()}"
         except RuntimeError:
-            # The host of the store ended. If that was a failure, this rank's own wait on a message
-            # fails or times out and says more than could be said here.
-            return None
+            # The host of the store has ended. If this rank waits for a message, that fails now and
+            # says more than can be said here, so it gets a moment.
+            self._lost_looks += 1
+            if self._lost_looks < 4:
+                return None
+            cause = "because the ranks' store is gone: its host, usually rank 0, has ended"
         entry = self._wait
         waited = f" while it waited for {entry[1]}" if entry is not None else ""
-        return f"terapipe-ds: {self.name} ends{waited}, because of a failure on {reason}"
-
-
-def _end_process(reason: str) -> None:
-    print(reason, file=sys.stderr, flush=True)
-    # The main thread may be blocked inside a transfer, where no exception reaches it.
-    os._exit(1)
+        return f"{waited}, {cause}"

@@ -1,0 +1,101 @@
+"""The engine behaves as stock DeepSpeed does, and has none of the faults that users report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from . import behaviour
+from .ranks import run_ranks
+from .workers import worst
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize(
+    ("function", "world"),
+    [
+        (behaviour.evaluation, 1),
+        (behaviour.evaluation, 2),
+        (behaviour.fifty_evaluations, 2),
+        (behaviour.additional_losses, 1),
+        (behaviour.additional_losses, 2),
+        (behaviour.changing_lengths, 2),
+        (behaviour.mixed_lengths_in_one_step, 2),
+        (behaviour.several_tensors_cross, 2),
+        (behaviour.several_tensors_cross, 4),
+        (behaviour.accumulation_is_a_mean, 1),
+        (behaviour.batch_size_changes, 2),
+        (behaviour.data_parallel, 4),
+        (behaviour.dropout_repeats, 2),
+        (behaviour.bf16_zero1, 2),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_as_stock(function: Callable[[], None], world: int, folder: Path) -> None:
+    run_ranks(function, world, folder)
+
+
+def test_evaluations_around_training_are_equal_on_all_ranks(folder: Path) -> None:
+    results = run_ranks(behaviour.evaluate_train_evaluate, 2, folder)
+    assert results[0].value == results[1].value
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recompute_interval_1(use_reentrant: bool, folder: Path) -> None:
+    run_ranks(behaviour.recompute, 2, folder, use_reentrant)
+
+
+def test_checkpoints_load_with_and_without_the_block(folder: Path) -> None:
+    run_ranks(behaviour.checkpoints, 2, folder, str(folder / "checkpoints"))
+
+
+def test_tied_weights_stay_tied(folder: Path) -> None:
+    first, *others = run_ranks(behaviour.tied_weights, 2, folder)
+    assert sorted(first.value) == ["tied_modules.embed.weight", "tied_modules.mix.weight"]
+    for other in others:
+        for name, weight in first.value.items():
+            assert torch.equal(weight, other.value[name]), name
+
+
+def test_clipping_uses_the_norm_of_all_stages(folder: Path) -> None:
+    (single,) = run_ranks(behaviour.clipped_steps, 1, folder / "single", False)
+    for result in run_ranks(behaviour.clipped_steps, 2, folder, True):
+        gap, name = worst(result.value, single.value)
+        assert gap <= 1e-4, f"the step of {name} differs by {gap:.2e}"
+
+
+@pytest.mark.parametrize("name", ["GPT2ModelPipe", "GPTModelPipe", "Anything"])
+def test_a_class_name_changes_nothing(name: str, folder: Path) -> None:
+    run_ranks(behaviour.renamed_class, 2, folder, name)
+
+
+@pytest.mark.parametrize(
+    ("layers", "zero_stage", "expected"), [(1, 0, [1, 1, 1, 1]), (2, 1, [2, 1, 1, 1])]
+)
+def test_small_stages(layers: int, zero_stage: int, expected: list[int], folder: Path) -> None:
+    for result in run_ranks(behaviour.layers_over_stages, 4, folder, layers, zero_stage):
+        assert result.value == expected
+
+
+def test_monitor_and_timers(folder: Path) -> None:
+    results = run_ranks(behaviour.monitors_and_timers, 2, folder, str(folder / "monitor"))
+    written = {path.name for path in (folder / "monitor").rglob("*.csv")}
+    assert {"Train_Samples_train_loss.csv", "Train_Samples_eval_loss.csv"} <= written
+    assert "pipe_recv_grad" in results[0].output
+
+
+def test_without_the_block_the_engine_is_stock(folder: Path) -> None:
+    (result,) = run_ranks(behaviour.stock_is_stock, 1, folder)
+    assert result.value == "PipelineEngine, PipelineEngine"
+
+
+def test_1f1b_holds_less_than_half_of_gpipe(folder: Path) -> None:
+    held = {
+        schedule: run_ranks(behaviour.peak_held, 4, folder / schedule, schedule)[0].value
+        for schedule in ("gpipe", "1f1b")
+    }
+    assert held["1f1b"] < held["gpipe"] / 2, held
