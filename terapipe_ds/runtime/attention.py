@@ -132,8 +132,9 @@ class _Split(torch.autograd.Function):
         before, before_lse = _flash_cpu(query, context_key, context_value, 0.0, False, scale=scale)
         own, own_lse = _flash_cpu(query, own_key, own_value, 0.0, True, scale=scale)
         lse = torch.logaddexp(before_lse, own_lse)
-        share = (before_lse - lse).exp_().unsqueeze(-1).to(own.dtype)
-        output = torch.lerp(own, before, share)
+        # In the log-sum-exp's dtype: fp32 where the tensors are bf16, a no-op otherwise.
+        share = (before_lse - lse).exp_().unsqueeze(-1)
+        output = torch.lerp(own.to(lse.dtype), before.to(lse.dtype), share).to(own.dtype)
         ctx.save_for_backward(query, context_key, context_value, own_key, own_value, output, lse)
         ctx.scale = scale
         return output

@@ -166,7 +166,10 @@ class TokenSliceEngine(PipelineEngine):
         return self._begin_step(self.terapipe.schedule, self.micro_batches, training=True)
 
     def _inference_schedule(self, micro_batches: int) -> TokenSliceSchedule:
-        return self._begin_step("forward", micro_batches, training=False)
+        schedule = self._begin_step("forward", micro_batches, training=False)
+        # Between this and the first instruction, eval_batch has a barrier.
+        self._watchdog.begin(Wait("the start of the evaluation", "all ranks"))
+        return schedule
 
     def _begin_step(
         self, schedule: str, micro_batches: int, *, training: bool
@@ -275,6 +278,7 @@ class TokenSliceEngine(PipelineEngine):
         return self._step
 
     def _exec_schedule(self, pipe_schedule: TokenSliceSchedule) -> None:
+        self._watchdog.end()
         super()._exec_schedule(pipe_schedule)
         if not self.is_first_stage() and self._current_step().training:
             self._grads_out.drain()
@@ -430,6 +434,14 @@ class TokenSliceEngine(PipelineEngine):
     def _aggregate_total_loss(self) -> Tensor:
         with self._watchdog.waiting(Wait("the loss", "the last stage and all replicas")):
             return super()._aggregate_total_loss()
+
+    def _reduce_outputs(self, *args: Any, **kwargs: Any) -> Any:
+        with self._watchdog.waiting(Wait("the loss", "the last stages of all replicas")):
+            return super()._reduce_outputs(*args, **kwargs)
+
+    def _bcast_pipe_scalar(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._watchdog.waiting(Wait("the loss", "the last stage")):
+            return super()._bcast_pipe_scalar(*args, **kwargs)
 
     def _timed(self, name: str) -> Any:
         """One of DeepSpeed's timers, where ``wall_clock_breakdown`` asks for them."""

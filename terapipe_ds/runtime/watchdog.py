@@ -70,11 +70,19 @@ class Watchdog:
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
         """Times what is done inside as a wait."""
-        self._wait = (time.monotonic(), wait)
+        self.begin(wait)
         try:
             yield
         finally:
-            self._wait = None
+            self.end()
+
+    def begin(self, wait: Wait) -> None:
+        """Begins a wait that :meth:`end` ends, where :meth:`waiting` cannot enclose it."""
+        self._wait = (time.monotonic(), wait)
+
+    def end(self) -> None:
+        """Ends what this rank waits for."""
+        self._wait = None
 
     def announce(self, reason: str) -> None:
         """Tells all ranks that this one has failed, so that they end too."""
