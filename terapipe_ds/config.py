@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .errors import ConfigError
-from .scheme import SliceScheme, SlicesSetting
+from .scheme import SliceScheme, SlicesSetting, parse_lengths
 
 BLOCK = "terapipe"
 
@@ -37,20 +37,20 @@ class TeraPipeConfig(BaseModel):
     granularity: int = Field(8, ge=1, strict=True)
     """Planned slice lengths are multiples of this many tokens; explicit lengths may be any."""
 
-    timeout_s: float = Field(1800.0, gt=0)
+    timeout_s: float = Field(1800.0, gt=0, strict=True, allow_inf_nan=False)
     """Seconds that a rank may wait for another before the job is ended."""
 
     @field_validator("slices", mode="before")
     @classmethod
     def _read_slices(cls, value: Any) -> Any:
-        if value == "auto":
+        if value == "auto" or isinstance(value, SliceScheme):
             return value
         if isinstance(value, str):
             return SliceScheme.from_text(value)
         if isinstance(value, list | tuple) and value:
-            if all(isinstance(entry, list | tuple) for entry in value):
+            if any(isinstance(entry, list | tuple) for entry in value):
                 return SliceScheme(value)
-            return SliceScheme([(1, value)]).groups[0].lengths
+            return parse_lengths(value)
         if type(value) is int and value >= 1:
             return value
         raise ConfigError(
@@ -81,7 +81,7 @@ def read_block(ds_config: dict[str, Any]) -> TeraPipeConfig | None:
     if not isinstance(block, dict):
         raise ConfigError(f"{BLOCK}: found {block!r}, allowed is a JSON object")
     try:
-        return TeraPipeConfig(**block)
+        return TeraPipeConfig.model_validate(block)
     except ValidationError as error:
         raise ConfigError(_one_line(error, block)) from None
 
@@ -97,4 +97,4 @@ def _one_line(error: ValidationError, block: dict[str, Any]) -> str:
     if isinstance(cause, ConfigError):
         return f"{BLOCK}.{cause}"
     allowed = fault["msg"].removeprefix("Input should be ")
-    return f"{BLOCK}.{key}: found {json.dumps(block.get(key))}, allowed is {allowed}"
+    return f"{BLOCK}.{key}: found {json.dumps(block.get(key), default=repr)}, allowed is {allowed}"

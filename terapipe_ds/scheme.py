@@ -54,6 +54,7 @@ class Group:
         ]
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class SliceScheme:
     """The groups of one micro-batch.
 
@@ -65,11 +66,13 @@ class SliceScheme:
         ConfigError: if a number is not a positive integer or the groups' lengths differ in sum.
     """
 
-    __slots__ = ("groups",)
-
     groups: tuple[Group, ...]
 
     def __init__(self, groups: Sequence[Any]) -> None:
+        if not isinstance(groups, list | tuple):
+            raise ConfigError(
+                f"slices: found {groups!r}, allowed is a list of groups (sequences, [lengths...])"
+            )
         parsed = tuple(_parse_group(group) for group in groups)
         if not parsed:
             raise ConfigError(
@@ -84,16 +87,13 @@ class SliceScheme:
             )
         object.__setattr__(self, "groups", parsed)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"SliceScheme is immutable, cannot set {name!r}")
-
     @classmethod
     def even(cls, *, sequences: int, seq_length: int, count: int) -> SliceScheme:
         """One group of ``count`` slices whose lengths differ by at most one, longer first."""
-        if count > seq_length:
+        if not 1 <= count <= seq_length:
             raise ConfigError(
                 f"slices: found {count} slices for a sequence of {seq_length} tokens, "
-                f"allowed is at most {seq_length}"
+                f"allowed are 1 to {seq_length}"
             )
         length, longer = divmod(seq_length, count)
         return cls([(sequences, [length + 1] * longer + [length] * (count - longer))])
@@ -107,7 +107,7 @@ class SliceScheme:
         """
         if isinstance(slices, int):
             return cls.even(sequences=sequences, seq_length=seq_length, count=slices)
-        scheme = slices if isinstance(slices, SliceScheme) else cls([(sequences, slices)])
+        scheme = slices if isinstance(slices, SliceScheme) else cls([(sequences, [*slices])])
         if scheme.seq_length != seq_length:
             raise ConfigError(
                 f"slices: found lengths that sum to {scheme.seq_length}, but the micro-batch has "
@@ -129,7 +129,10 @@ class SliceScheme:
         Lists may be joined with ``+`` and repeated with ``* n``; nothing is evaluated.
         """
         try:
-            return cls(_read(ast.parse(text.strip(), mode="eval").body))
+            groups = _read(ast.parse(text.strip(), mode="eval").body)
+            if not isinstance(groups, list):
+                raise _NotScheme
+            return cls(groups)
         except (SyntaxError, _NotScheme):
             raise ConfigError(
                 f"slices: found the text {text!r}, allowed is the form "
@@ -140,12 +143,9 @@ class SliceScheme:
     def from_json(cls, text: str) -> SliceScheme:
         """Reads what :meth:`to_json` wrote: ``[[sequences, [lengths...]], ...]``."""
         try:
-            groups = json.loads(text)
+            return cls(json.loads(text))
         except json.JSONDecodeError as error:
             raise ConfigError(f"slices: found text that is not JSON ({error})") from None
-        if not isinstance(groups, list):
-            raise ConfigError(f"slices: found {groups!r}, allowed is a list of groups")
-        return cls(groups)
 
     def to_json(self) -> str:
         return json.dumps([[group.sequences, list(group.lengths)] for group in self.groups])
@@ -178,12 +178,6 @@ class SliceScheme:
 
     def __len__(self) -> int:
         return len(self.groups)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SliceScheme) and self.groups == other.groups
-
-    def __hash__(self) -> int:
-        return hash(self.groups)
 
     def __str__(self) -> str:
         """The paper's notation; :meth:`from_text` reads it back."""
@@ -229,11 +223,23 @@ def _parse_group(group: Any) -> Group:
             f"slices: found the group {group!r}, allowed is (sequences, [lengths...])"
         )
     sequences, lengths = group
+    return Group(_positive(sequences, group), parse_lengths(lengths))
+
+
+def parse_lengths(lengths: Any) -> tuple[int, ...]:
+    """Slice lengths in tokens.
+
+    Raises:
+        ConfigError: if they are not a list of at least one positive integer.
+    """
     if not isinstance(lengths, list | tuple) or not lengths:
         raise ConfigError(f"slices: found {lengths!r}, allowed is a list of slice lengths")
-    for number in (sequences, *lengths):
-        if type(number) is not int or number < 1:
-            raise ConfigError(
-                f"slices: found {number!r} in {group!r}, allowed are integers of at least 1"
-            )
-    return Group(sequences, tuple(lengths))
+    return tuple(_positive(length, lengths) for length in lengths)
+
+
+def _positive(number: Any, where: Any) -> int:
+    if type(number) is not int or number < 1:
+        raise ConfigError(
+            f"slices: found {number!r} in {where!r}, allowed are integers of at least 1"
+        )
+    return number

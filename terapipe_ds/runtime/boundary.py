@@ -88,6 +88,11 @@ class Boundary:
         Raises:
             TeraPipeError: names the tensor and both shapes.
         """
+        if len(outputs) != len(self.tensors):
+            raise TeraPipeError(
+                f"boundary: found {len(outputs)} tensors, allowed is {len(self.tensors)} as the "
+                "first slice had; let the stage give as many for every slice"
+            )
         for index, (tensor, template) in enumerate(zip(outputs, self.tensors, strict=True)):
             size = template.size(sequences, tokens)
             if tuple(tensor.shape) != size or tensor.dtype != template.dtype:
@@ -95,6 +100,12 @@ class Boundary:
                     f"boundary: found tensor {index} of shape {tuple(tensor.shape)} and "
                     f"{tensor.dtype}, allowed is {size} and {template.dtype} as the first slice "
                     f"had; change the boundary of the model's {ATTRIBUTE}"
+                )
+            if tensor.requires_grad != template.requires_grad:
+                raise TeraPipeError(
+                    f"boundary: found tensor {index} with requires_grad {tensor.requires_grad}, "
+                    f"allowed is {template.requires_grad} as the first slice had; freeze layers "
+                    "before the engine is built, not between steps"
                 )
 
     def gradients(self) -> Boundary:
@@ -132,13 +143,24 @@ class Boundary:
 
 
 def _template(tensor: Tensor, dim: Dims, *, sequences: int, tokens: int) -> TensorTemplate:
+    if tensor.dtype not in PipelineEngine.DTYPE_TO_ID:
+        raise ConfigError(
+            f"boundary: found {tensor.dtype} between two stages, allowed are "
+            f"{', '.join(map(str, PipelineEngine.ID_TO_DTYPE))}; convert it in the last layer"
+        )
     shape = [(_FIXED, size, 1) for size in tensor.shape]
     if dim is not None:
-        if tensor.shape[dim.batch] != sequences:
+        # Under sequence parallelism a rank holds fewer tokens than the slice has, never more.
+        if (
+            max(dim.batch, dim.sequence) >= tensor.dim()
+            or tensor.shape[dim.batch] != sequences
+            or not 1 <= tensor.shape[dim.sequence] <= tokens
+        ):
             raise ConfigError(
-                f"adapter: found {tensor.shape[dim.batch]} sequences in a tensor of shape "
-                f"{tuple(tensor.shape)} that crosses to the next stage, allowed is {sequences}; "
-                f"change the boundary of the model's {ATTRIBUTE}"
+                f"adapter: found a tensor of shape {tuple(tensor.shape)} that crosses to the next "
+                f"stage, allowed are {sequences} sequences in dimension {dim.batch} and {tokens} "
+                f"tokens in dimension {dim.sequence}; change the boundary of the model's "
+                f"{ATTRIBUTE}"
             )
         shape[dim.batch] = (_SEQUENCES, 1, 1)
         fraction = Fraction(tensor.shape[dim.sequence], tokens)

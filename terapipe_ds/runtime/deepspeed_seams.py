@@ -42,6 +42,11 @@ PIPELINE_ENGINE_SEAMS = (
     (PipelineEngine, "_INSTRUCTION_MAP"),
     (PipelineEngine, "_next_batch"),
     (PipelineEngine, "_aggregate_total_loss"),
+    (PipelineEngine, "_reduce_outputs"),
+    (PipelineEngine, "_bcast_pipe_scalar"),
+    (PipelineEngine, "_reentrant_activation_checkpointing"),
+    (PipelineEngine, "DTYPE_TO_ID"),
+    (PipelineEngine, "ID_TO_DTYPE"),
     (DeepSpeedEngine, "_backward_prologue"),
     (DeepSpeedEngine, "_backward_epilogue"),
 )

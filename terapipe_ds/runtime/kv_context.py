@@ -11,7 +11,7 @@ alone, and a recomputed forward writes the same values again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class LayerKV:
     def __init__(self, key: Tensor, value: Tensor, *, total: int) -> None:
         self.key = key.new_empty((total, *key.shape[1:]))
         self.value = value.new_empty((total, *value.shape[1:]))
-        self._gradients: tuple[Tensor, Tensor] | None = None
+        self._gradients: list[Tensor | None] = [None, None]
         # Where the next slice to run backward must end: slices run last to first.
         self._backward_stop = total
 
@@ -46,17 +46,17 @@ class LayerKV:
         self.value[start:stop].copy_(value)
 
     def exchange_gradients(
-        self, start: int, stop: int, context: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor] | None:
+        self, start: int, stop: int, context: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
         """Adds a slice's gradient to its context, returns what later slices left for its tokens.
 
         Args:
             start: the slice's first token.
             stop: the token after its last.
-            context: dK and dV of tokens ``[0, start)``; the first one given is kept, not copied.
+            context: dK and dV of tokens ``[0, start)``, each None where there is none.
 
         Returns:
-            dK and dV of tokens ``[start, stop)``, or None if no later slice had any.
+            dK and dV of tokens ``[start, stop)``, each None if no later slice had any.
 
         Raises:
             TeraPipeError: if a later slice has not run its backward yet.
@@ -67,15 +67,16 @@ class LayerKV:
                 f"{self._backward_stop} was due; slices must run backward last to first"
             )
         self._backward_stop = start
-        own = None
-        if self._gradients is not None:
-            own = tuple(gradient[start:stop] for gradient in self._gradients)
-        if context is not None:
-            if self._gradients is None:
-                self._gradients = tuple(map(_writable, context))
+        own = [None if kept is None else kept[start:stop] for kept in self._gradients]
+        for index, share in enumerate(context):
+            kept = self._gradients[index]
+            if share is None:
+                continue
+            if kept is None:
+                # A copy: a gradient that autograd hands out must not be written.
+                self._gradients[index] = share.clone()
             else:
-                for gradient, share in zip(self._gradients, context, strict=True):
-                    gradient[:start].add_(share)
+                kept[:start].add_(share)
         return own
 
 
@@ -206,27 +207,21 @@ class _Extend(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         start = ctx.start
         if ctx.split:
-            d_context, d_own = gradients[:2], gradients[2:]
+            context, own = gradients[:2], gradients[2:]
         else:
-            d_context = tuple(None if grad is None else grad[:start] for grad in gradients)
-            d_own = tuple(None if grad is None else grad[start:] for grad in gradients)
-        has_context = start > 0 and d_context[0] is not None and d_context[1] is not None
-        later = ctx.layer.exchange_gradients(start, ctx.stop, d_context if has_context else None)
-        if later is not None:
-            d_own = tuple(
-                share if own is None else own + share
-                for own, share in zip(d_own, later, strict=True)
-            )
-        return (*d_own, None, None, None)
+            context = [None if grad is None else grad[:start] for grad in gradients]
+            own = [None if grad is None else grad[start:] for grad in gradients]
+        if start == 0:
+            context = (None, None)
+        later = ctx.layer.exchange_gradients(start, ctx.stop, context)
+        total = [_sum(*shares) for shares in zip(own, later, strict=True)]
+        return (*total, None, None, None)
 
 
-def _writable(gradient: Tensor) -> Tensor:
-    """The tensor itself unless its elements share memory, as those of an expanded one do."""
-    shares = any(
-        stride == 0 and size > 1
-        for stride, size in zip(gradient.stride(), gradient.shape, strict=True)
-    )
-    return gradient.clone() if shares else gradient
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one + other
 
 
 __all__ = [

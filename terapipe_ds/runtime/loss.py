@@ -188,7 +188,7 @@ class MicroBatchLoss:
             return
         rows, tokens = self._cuts[group][index]
         labels = self._adapter.cut(self._labels, self._adapter.labels, rows, tokens)
-        loss = _scalar(self._loss_fn(output, labels)) * weight
+        loss = _scalar(self._loss_fn(output, labels), output) * weight
         self._losses[group, index] = loss
         additional = self._get_additional_losses() or {}
         self._add(loss, {name: value * weight for name, value in additional.items()})
@@ -197,7 +197,8 @@ class MicroBatchLoss:
         """Runs the loss on the joined outputs; each slice's output gets its gradient later."""
         outputs = [self._outputs[key].detach() for key in sorted(self._outputs)]
         self._joined = self._adapter.join(outputs).requires_grad_(torch.is_grad_enabled())
-        self._losses[-1, -1] = loss = _scalar(self._loss_fn(self._joined, self._labels))
+        loss = _scalar(self._loss_fn(self._joined, self._labels), self._joined)
+        self._losses[-1, -1] = loss
         self._add(loss, self._get_additional_losses() or {})
 
     def _backward_to_outputs(self, scale: Callable[[Tensor], Tensor]) -> None:
@@ -207,10 +208,7 @@ class MicroBatchLoss:
         dim = self._adapter.output.sequence
         grad = self._joined.grad
         if grad is None:
-            raise TeraPipeError(
-                "loss: found a loss_fn whose result does not depend on the outputs, allowed is one "
-                "that does"
-            )
+            raise TeraPipeError(_NO_GRADIENT)
         lengths = self._scheme.groups[0].lengths
         self._output_grads = dict(zip(keys, grad.split(lengths, dim=dim), strict=True))
         self._joined = None
@@ -226,9 +224,19 @@ class MicroBatchLoss:
             self.additional[name] = value if before is None else before + value
 
 
-def _scalar(loss: Any) -> Tensor:
+_NO_GRADIENT = (
+    "loss: found a loss_fn whose result has no gradient to the outputs, allowed is one that has; "
+    "change loss_fn"
+)
+
+
+def _scalar(loss: Any, output: Tensor) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
         raise TeraPipeError(
-            f"loss: found a loss_fn that returns {type(loss).__name__}, allowed is a scalar tensor"
+            f"loss: found a loss_fn that returns {type(loss).__name__}{shape}, allowed is a scalar "
+            "tensor; change loss_fn"
         )
+    if output.requires_grad and not loss.requires_grad:
+        raise TeraPipeError(_NO_GRADIENT)
     return loss

@@ -69,12 +69,13 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Times what is done inside as a wait."""
+        """Times what is done inside as a wait; an outer wait goes on after it."""
+        outer = self._wait
         self.begin(wait)
         try:
             yield
         finally:
-            self.end()
+            self._wait = outer
 
     def begin(self, wait: Wait) -> None:
         """Begins a wait that :meth:`end` ends, where :meth:`waiting` cannot enclose it."""
@@ -85,7 +86,10 @@ class Watchdog:
         self._wait = None
 
     def announce(self, reason: str) -> None:
-        """Tells all ranks that this one has failed, so that they end too."""
+        """Tells all ranks that this one has failed, so that they end too.
+
+        Returns after a moment (at most 1 s), in which the others read it.
+        """
         try:
             self._store.set(_ABORT_KEY, f"{self.name}: {reason}")
         except RuntimeError:

@@ -29,7 +29,7 @@ def check(
     """Checks rules 1 to 4, and rule 5 where bounds are given.
 
     Args:
-        order: the actions of every stage.
+        order: the actions of every stage, each ``(kind, micro_batch, slice)``.
         micro_batches: the number of micro-batches.
         slices: the number of slices, one for all micro-batches or one for each.
         bounds: for each stage, the most slices in flight.
@@ -38,6 +38,12 @@ def check(
         ScheduleError: the rule that is broken, and the stage x step grid with the culprit marked.
     """
     counts = slice_counts(micro_batches, slices)
+    order = [[Action(*action) for action in stage_actions] for stage_actions in order]
+    if not order or (bounds is not None and len(bounds) != len(order)):
+        raise ScheduleError(
+            f"found {len(order)} stages and {bounds} as bounds, allowed are at least 1 stage and, "
+            "if any, one bound for each"
+        )
     for stage, stage_actions in enumerate(order):
         _check_complete(order, stage, stage_actions, counts)
         _check_direction(order, stage, stage_actions)

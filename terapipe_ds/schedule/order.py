@@ -7,7 +7,7 @@ from 0. Where a scheme has several groups, each group is a micro-batch here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..errors import ConfigError
 
@@ -39,8 +39,13 @@ def slice_counts(micro_batches: int, slices: int | Sequence[int]) -> list[int]:
     Raises:
         ConfigError: if a number is below 1 or there is not one for each micro-batch.
     """
-    counts = [slices] * micro_batches if isinstance(slices, int) else list(slices)
-    if micro_batches < 1 or len(counts) != micro_batches or min(counts) < 1:
+    counts: list[Any] = []
+    if isinstance(slices, int):
+        counts = [slices] * micro_batches
+    elif isinstance(slices, Sequence):
+        counts = list(slices)
+    numbers = all(type(count) is int and count >= 1 for count in counts)
+    if micro_batches < 1 or len(counts) != micro_batches or not numbers:
         raise ConfigError(
             f"schedule: found {micro_batches} micro-batches with {slices} slices, allowed are at "
             "least 1 micro-batch and, for each, at least 1 slice"
@@ -76,6 +81,10 @@ def in_flight_bound(
     name: str, *, stage: int, stages: int, micro_batches: int, slices: int | Sequence[int]
 ) -> int:
     """The most slices whose forward has run and whose backward has not, on one stage."""
+    if not 0 <= stage < stages:
+        raise ConfigError(
+            f"schedule: found stage {stage} of {stages}, allowed are 0 to {stages - 1}"
+        )
     counts = slice_counts(micro_batches, slices)
     return _schedule(name).bound(stage, stages, counts)
 

@@ -380,6 +380,20 @@ def data_parallel() -> None:
     assert_same_gradients(kept[0], expected)
 
 
+def tensor_parallel() -> None:
+    """2 stages, each over 2 ranks: gradients are those of stock DeepSpeed on the same ranks."""
+    initialize_distributed()
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    for block in (None, BLOCK):
+        engine = engine_of(small_gpt(topology=topology), 2, block)
+        kept = keep_gradients(engine)
+        loss = engine.train_batch(iter(batches(2)))
+        if block is None:
+            expected, expected_loss = kept[0], loss
+    assert_same([loss], [expected_loss], "loss")
+    assert_same_gradients(kept[0], expected)
+
+
 def dropout_repeats() -> None:
     """Two runs with one seed are identical, gradients finite, with both kinds of dropout."""
     initialize_distributed()

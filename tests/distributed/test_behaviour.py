@@ -30,6 +30,7 @@ pytestmark = pytest.mark.distributed
         (behaviour.accumulation_is_a_mean, 1),
         (behaviour.batch_size_changes, 2),
         (behaviour.data_parallel, 4),
+        (behaviour.tensor_parallel, 4),
         (behaviour.dropout_repeats, 2),
         (behaviour.bf16_zero1, 2),
     ],
