@@ -12,6 +12,7 @@ export OMP_NUM_THREADS ?= 1
 INSTALLED := $(VENV)/.installed
 
 .PHONY: quickstart test lint
+quickstart: export PYTHONWARNINGS ?= ignore
 quickstart: $(INSTALLED)
 	deepspeed --num_gpus 2 --master_port $$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])") \
 		examples/pretrain_gpt.py --deepspeed_config configs/quickstart.json

@@ -219,25 +219,30 @@ def _result(
 
 
 def _breakdown(stock: Contender, sliced: Contender, attention: float) -> dict[str, float]:
-    """The sliced step's seconds, mean over stages, median over steps, as parts that add up.
+    """The median sliced step's seconds, mean over stages, as parts that add up.
 
     ``messages`` is the time that a stage waited although its neighbour had already computed what it
-    waited for, ``bubble`` the rest of its waiting. What is none of these is the engine's own.
+    waited for, ``bubble`` the rest of its waiting. ``engine`` is the time between instructions.
     """
     work = statistics.median(statistics.mean(t.busy()) for t in stock.timelines)
-    rows = [_parts(timeline) for timeline in sliced.timelines]
-    parts = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    total = statistics.median(sliced.seconds)
+    total, timeline = sorted(zip(sliced.seconds, sliced.timelines, strict=True), key=_seconds)[
+        len(sliced.seconds) // 2
+    ]
+    parts = _parts(timeline)
+    engine = total - sum(parts.values())
     growth = parts.pop("compute") - work
-    known = work + growth + sum(parts.values())
     return {
         "total": total,
         "work of a stage as in stock": work,
         "attention in slices": attention,
         "smaller products and gradient sums": growth - attention,
         **parts,
-        "engine": total - known,
+        "engine": engine,
     }
+
+
+def _seconds(step: tuple[float, Any]) -> float:
+    return step[0]
 
 
 def _parts(timeline: Any) -> dict[str, float]:
