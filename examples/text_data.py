@@ -36,8 +36,9 @@ def write_indexed_dataset(prefix: Path) -> None:
     # The reference documentation is among them, in pydoc_data/topics.py.
     for path in sorted(library.rglob("*.py")):
         if _SKIPPED.isdisjoint(path.relative_to(library).parts):
-            tokens = [*path.read_bytes(), END_OF_DOCUMENT]
-            builder.add_document(torch.tensor(tokens, dtype=torch.int32), [len(tokens)])
+            text = numpy.frombuffer(path.read_bytes(), dtype=numpy.uint8)
+            tokens = numpy.append(text.astype(numpy.int32), numpy.int32(END_OF_DOCUMENT))
+            builder.add_document(torch.from_numpy(tokens), [len(tokens)])
     temporary = prefix.with_suffix(".idx.tmp")
     builder.finalize(str(temporary))
     temporary.replace(prefix.with_suffix(".idx"))

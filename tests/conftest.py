@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before anything imports DeepSpeed or torch.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["OMP_NUM_THREADS"] = "1"
+# The environment's own ninja: another one would compile DeepSpeed's helpers again.
+os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 
 from pathlib import Path
 

@@ -20,11 +20,10 @@ pytestmark = pytest.mark.distributed
 
 def launch(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     launcher = Path(sys.executable).with_name("deepspeed")
-    path = f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         [str(launcher), "--num_gpus=2", f"--master_port={free_port()}", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PATH": path, "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=timeout,
