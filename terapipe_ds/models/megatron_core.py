@@ -34,7 +34,7 @@ class TokenSliceCoreAttention(torch.nn.Module):
 
     Args:
         config: megatron's configuration.
-        layer_number: the layer, from 1.
+        layer_number: the layer, from 1; not needed here.
         attn_mask_type: must be ``causal`` for slicing; :func:`check_layers` refuses others.
         softmax_scale: factor of the scores; ``1 / sqrt(kv_channels)`` if None.
     """
@@ -55,8 +55,9 @@ class TokenSliceCoreAttention(torch.nn.Module):
         self.dropout_p = (
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
-        scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
-        self.scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
+        # apply_query_key_layer_scaling divides the scores by the layer's number and multiplies them
+        # again inside the softmax, in fp32, where every kernel here works anyway.
+        self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
         self,
