@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from deepspeed.runtime.utils import set_random_seed
 from megatron.core import parallel_state, tensor_parallel
@@ -27,7 +28,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
 from ..runtime.kv_context import get_current_slice
-from .megatron_core import check_layers, token_slice_layer_spec
+from .megatron_core import TokenSliceCoreAttention, check_layers, token_slice_layer_spec
 from .without_cuda import prepare_megatron
 
 _TIED_KEY = "embedding"
@@ -97,6 +98,8 @@ def gpt_pipeline(
     config = copy.copy(config)
     config.pipeline_model_parallel_size = 1
 
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    own_states = tracker.get_states() if tracker.is_initialized() else None
     # One rotary table for the stage; it has no parameters, so no layer owns it.
     rotary = None
     if position_embedding_type == "rope":
@@ -133,12 +136,19 @@ def gpt_pipeline(
         base_seed=seed,
         partition_method=partition_method,
         activation_checkpoint_interval=activation_checkpoint_interval,
+        # megatron's own: it restores megatron's random states too, which attention dropout uses.
+        activation_checkpoint_func=_checkpoint,
         checkpointable_layers=[GPTTransformerLayer.__name__],
     )
     setattr(module, ATTRIBUTE, _adapter(loss_fn, loss_is_token_mean))
     _count_once_in_norm(module)
-    # What is drawn from here on (dropout) must differ between stages.
-    _seed_everything(seed + 100 * module.stage_id)
+    # Seeding by layer was for the weights; PipelineModule would go on and do it in every forward.
+    module.seed_layers = False
+    if own_states is not None:
+        tensor_parallel.get_cuda_rng_tracker().set_states(own_states)
+    else:
+        # What is drawn from here on (dropout) must differ between stages, as in megatron.
+        _seed_everything(seed + 100 * module.stage_id)
     return module
 
 
@@ -278,6 +288,24 @@ class GPTHead(torch.nn.Module):
         return logits
 
 
+def _checkpoint(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    return tensor_parallel.checkpoint(function, False, *tensors)
+
+
+def _check_stage(module: PipelineModule) -> None:
+    """Raises if this stage cannot be sliced, or recomputed, correctly."""
+    check_layers(module)
+    if module.activation_checkpoint_func is not non_reentrant_checkpoint:
+        return
+    for layer in module.modules():
+        if isinstance(layer, TokenSliceCoreAttention) and layer.dropout_p > 0.0:
+            raise ConfigError(
+                f"pipeline.use_reentrant: found false with attention_dropout {layer.dropout_p}, "
+                "allowed is true (DeepSpeed's non-reentrant checkpoint does not restore megatron's "
+                "random states); change pipeline.use_reentrant, or set attention_dropout to 0"
+            )
+
+
 def _column_parallel(
     config: TransformerConfig, vocab_size: int, hidden_states: Tensor, weight: Tensor
 ) -> Tensor:
@@ -327,7 +355,7 @@ def _adapter(
         output=_SEQUENCE_FIRST,
         mean_over_valid_tokens=loss_is_token_mean,
         token_weights=lambda labels: labels[1],
-        check=check_layers,
+        check=_check_stage,
     )
 
 

@@ -45,7 +45,7 @@ from .deepspeed_seams import autocast_if_enabled, default_store
 from .header import BatchShape, Pipeline, exchange_shapes
 from .kv_context import current_slice
 from .loss import MicroBatchLoss, check_loss_fits, choose_loss
-from .refuse import check_supported
+from .refuse import check_module, check_supported
 from .step import StepState
 from .watchdog import Wait, Watchdog
 
@@ -72,6 +72,8 @@ class TokenSliceEngine(PipelineEngine):
 
         self.terapipe: TeraPipeConfig = block
         self._adapter = adapter_of(module)
+        # Once more, now that DeepSpeed has set the module up as its configuration asks.
+        agree({}, error_of(lambda: check_module(module)))
         self._loss_mode = choose_loss(block.loss, self._adapter)
         self._watchdog = Watchdog(
             f"rank {self.global_rank} (stage {self.stage_id})",

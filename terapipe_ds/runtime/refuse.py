@@ -56,7 +56,16 @@ def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: An
             "model: found a PipelineModule without loss_fn, allowed is one with loss_fn(outputs, "
             "labels), since a loss inside the last layer cannot be cut; pass loss_fn"
         )
-    adapter = adapter_of(module)
-    choose_loss(block.loss, adapter)
-    if adapter.check is not None:
-        adapter.check(module)
+    choose_loss(block.loss, adapter_of(module))
+    check_module(module)
+
+
+def check_module(module: PipelineModule) -> None:
+    """Raises for what the module's own adapter refuses.
+
+    Raises:
+        ConfigError: names the setting to change.
+    """
+    check = adapter_of(module).check
+    if check is not None:
+        check(module)

@@ -11,6 +11,7 @@ import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -36,9 +37,13 @@ def small_gpt(**kwargs: Any) -> Any:
     )
     if "topology" not in kwargs:
         kwargs["num_stages"] = torch.distributed.get_world_size()
-    return gpt_pipeline(
+    module = gpt_pipeline(
         config, vocab_size=cases.VOCAB, seq_length=cases.SEQ_LENGTH, seed=SEED, **kwargs
     )
+    # An earlier model of this process has seeded megatron's states; gpt_pipeline keeps them.
+    torch.manual_seed(SEED + module.stage_id)
+    tensor_parallel.model_parallel_cuda_manual_seed(SEED + module.stage_id)
+    return module
 
 
 def both(micro_batches: int, *, build: Any = small_gpt, block: Any = BLOCK, **extra: Any) -> Any:
@@ -247,14 +252,15 @@ def clipped_steps(sliced: bool) -> dict[str, Tensor]:
 # DeepSpeed's features
 
 
-def recompute(use_reentrant: bool) -> None:
+def recompute(use_reentrant: bool, dropout: float, attention_dropout: float) -> None:
     """DeepSpeed's activation checkpointing over every layer: gradients as without."""
     initialize_distributed()
     pipeline = {"activation_checkpoint_interval": 1, "use_reentrant": use_reentrant}
-    engine = engine_of(small_gpt(), 2, BLOCK)
+    rates = {"dropout": dropout, "attention_dropout": attention_dropout}
+    engine = engine_of(small_gpt(**rates), 2, BLOCK)
     expected = keep_gradients(engine)
     engine.train_batch(iter(batches(2)))
-    engine = engine_of(small_gpt(), 2, BLOCK, pipeline=pipeline)
+    engine = engine_of(small_gpt(**rates), 2, BLOCK, pipeline=pipeline)
     kept = keep_gradients(engine)
     engine.train_batch(iter(batches(2)))
     assert engine.module.activation_checkpoint_interval == 1
@@ -514,6 +520,12 @@ def bad_input(kind: str) -> None:
 
     elif kind == "zero2":
         extra["zero_optimization"] = {"stage": 2}
+    elif kind == "attention dropout without reentrant":
+        extra["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": False}
+
+        def build() -> Any:
+            return small_gpt(attention_dropout=0.1)
+
     elif kind == "fp16":
         extra["fp16"] = {"enabled": True}
     elif kind == "auto":

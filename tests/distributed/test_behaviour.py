@@ -45,9 +45,14 @@ def test_evaluations_around_training_are_equal_on_all_ranks(folder: Path) -> Non
     assert results[0].value == results[1].value
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recompute_interval_1(use_reentrant: bool, folder: Path) -> None:
-    run_ranks(behaviour.recompute, 2, folder, use_reentrant)
+@pytest.mark.parametrize(
+    ("use_reentrant", "dropout", "attention_dropout"),
+    [(True, 0.0, 0.0), (False, 0.0, 0.0), (True, 0.1, 0.1), (False, 0.1, 0.0)],
+)
+def test_recompute_interval_1(
+    use_reentrant: bool, dropout: float, attention_dropout: float, folder: Path
+) -> None:
+    run_ranks(behaviour.recompute, 2, folder, use_reentrant, dropout, attention_dropout)
 
 
 def test_checkpoints_load_with_and_without_the_block(folder: Path) -> None:

@@ -24,6 +24,7 @@ BAD_INPUT = {
     "mask": r"found attn_mask_type no_mask, allowed is AttnMaskType\.causal",
     "window": r"window_size: found \(8, 0\), allowed is None .*change window_size",
     "zero2": r"zero_optimization\.stage: found 2, allowed are 0 and 1",
+    "attention dropout without reentrant": r"use_reentrant: found false with attention_dropout",
     "fp16": r"fp16\.enabled: found true, allowed are bf16 and fp32",
     "auto": r'terapipe\.slices: found "auto", allowed until the planner exists',
     "ends early": r"iterator that ended after 1 of 2 micro-batches on stage 0",
