@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from megatron.core import tensor_parallel
+from megatron.core import tensor_parallel as megatron_tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def small_gpt(**kwargs: Any) -> Any:
     )
     # An earlier model of this process has seeded megatron's states; gpt_pipeline keeps them.
     torch.manual_seed(SEED + module.stage_id)
-    tensor_parallel.model_parallel_cuda_manual_seed(SEED + module.stage_id)
+    megatron_tensor_parallel.model_parallel_cuda_manual_seed(SEED + module.stage_id)
     return module
 
 
