@@ -35,7 +35,8 @@ def main() -> None:
     if "RANK" not in os.environ:
         sys.exit(_launch(args))
     # Before torch starts its threads.
-    os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % os.cpu_count()})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     result = _measure(args)
     if result is None:
         return

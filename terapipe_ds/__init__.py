@@ -38,7 +38,12 @@ _LAZY = {
 }
 
 
+_SUBPACKAGES = ("models", "runtime", "schedule")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f".{name}", __name__)
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name], __name__), name)

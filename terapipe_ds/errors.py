@@ -21,7 +21,8 @@ class ScheduleError(TeraPipeError):
 class DataIteratorEnded(TeraPipeError, StopIteration):
     """The data iterator ended inside a step; raised on every rank.
 
-    Also a ``StopIteration``, which stock DeepSpeed raises (on the loading ranks only).
+    Also a ``StopIteration``, which stock DeepSpeed raises (on the loading ranks only). Inside a
+    generator Python therefore turns it into a ``RuntimeError``.
     """
 
 

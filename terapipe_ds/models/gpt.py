@@ -57,8 +57,9 @@ def gpt_pipeline(
     """Builds this rank's stage of a GPT; trains under ``deepspeed.initialize`` and under ours.
 
     Sets up megatron's ``parallel_state`` over the same ranks as DeepSpeed's grid, and its random
-    states, unless somebody has. Layers are seeded by their place in the model, so the weights do
-    not depend on the number of stages.
+    states, unless somebody has (an earlier model of this process too: its dropout states go on).
+    Layers are seeded by their place in the model, so the weights do not depend on the number of
+    stages.
 
     Args:
         config: megatron's configuration; layers, normalisation, grouped queries, MLP and dtype
@@ -93,7 +94,7 @@ def gpt_pipeline(
         )
     prepare_megatron()
     topology = topology or _topology(num_stages)
-    _set_up_megatron(topology, seed)
+    _set_up_megatron(topology)
     # DeepSpeed cuts the stages; told of them, megatron would number the layers a second time.
     config = copy.copy(config)
     config.pipeline_model_parallel_size = 1
@@ -384,7 +385,7 @@ def _topology(num_stages: int | None) -> ProcessTopology:
     return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)
 
 
-def _set_up_megatron(topology: ProcessTopology, seed: int) -> None:
+def _set_up_megatron(topology: ProcessTopology) -> None:
     """megatron's groups over the ranks of DeepSpeed's grid, where nobody has made them yet."""
     tensor, data, pipe = (max(1, topology.get_dim(axis)) for axis in ("model", "data", "pipe"))
     if not parallel_state.model_parallel_is_initialized():

@@ -126,7 +126,6 @@ def token_slice_layer_spec(
     config: TransformerConfig,
     *,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
-    layer_class: type[TransformerLayer] = TokenSliceTransformerLayer,
 ) -> ModuleSpec:
     """megatron-core's local GPT layer with a core attention that keeps the context of slices.
 
@@ -134,14 +133,15 @@ def token_slice_layer_spec(
         config: megatron's configuration; normalisation, QK layernorm, grouped queries, gated MLP
             and biases are taken from it.
         attn_mask_type: of the self-attention.
-        layer_class: the layer.
     """
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+            qk_layernorm=config.qk_layernorm,
+            qk_l2_norm=config.qk_l2_norm,
+            normalization=config.normalization,
         )
     )
-    spec.module = layer_class
+    spec.module = TokenSliceTransformerLayer
     attention = spec.submodules.self_attention
     attention.params = {**attention.params, "attn_mask_type": attn_mask_type}
     attention.submodules.core_attention = TokenSliceCoreAttention
@@ -159,6 +159,18 @@ _REFUSED = (
     ("window_size", None, "sliding windows are not supported with token slices yet"),
     ("softmax_type", "vanilla", "a softmax offset is not supported with token slices yet"),
     ("attention_output_gate", False, "it is not supported with token slices yet"),
+    ("qk_clip", False, "attention kernels here give no largest logits"),
+    ("log_max_attention_logit", False, "attention kernels here give no largest logits"),
+    ("experimental_attention_variant", None, "only softmax attention is supported"),
+    ("linear_attention_freq", None, "only softmax attention is supported"),
+    ("heterogeneous_block_specs", False, "all layers are built from one spec"),
+    ("mrope_section", None, "multimodal rotary positions are not supported"),
+    ("calculate_per_token_loss", False, "the loss is a mean over a micro-batch's valid tokens"),
+    ("cuda_graph_impl", "none", "a captured graph would repeat one slice's positions"),
+    ("enable_cuda_graph", False, "a captured graph would repeat one slice's positions"),
+    ("external_cuda_graph", False, "a captured graph would repeat one slice's positions"),
+    ("fp8", None, "it is not supported with token slices yet"),
+    ("fp4", None, "it is not supported with token slices yet"),
 )
 
 
@@ -168,6 +180,11 @@ def check_config(config: TransformerConfig) -> None:
     Raises:
         ConfigError: names the setting, what was found and what is allowed.
     """
+    if getattr(config, "recompute_granularity", None) == "full":
+        raise ConfigError(
+            "recompute_granularity: found 'full', allowed are 'selective' and None, since "
+            "DeepSpeed recomputes whole layers here; use activation_checkpoint_interval"
+        )
     for name, allowed, reason in _REFUSED:
         found = getattr(config, name, allowed)
         if found != allowed:
@@ -193,9 +210,11 @@ def check_layers(module: torch.nn.Module) -> None:
             check_config(layer.config)
         elif isinstance(layer, TransformerLayer):
             core = getattr(layer.self_attention, "core_attention", None)
-            if not isinstance(core, TokenSliceCoreAttention):
+            known = isinstance(layer, TokenSliceTransformerLayer)
+            if not known or not isinstance(core, TokenSliceCoreAttention):
                 raise ConfigError(
-                    f"layer_spec: found {type(core).__name__} as core attention, allowed is "
+                    f"layer_spec: found {type(layer).__name__} with {type(core).__name__} as core "
+                    "attention, allowed is TokenSliceTransformerLayer with "
                     "TokenSliceCoreAttention; build the spec with token_slice_layer_spec"
                 )
 

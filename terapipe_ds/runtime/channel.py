@@ -1,8 +1,8 @@
 """Transfers of slices between neighbouring stages, asynchronous on both sides.
 
-Every neighbour pair has one process group for each direction. The order of messages is then the
-order of sends, a posted receive can neither block a send nor meet another's message, on gloo and
-on eagerly started NCCL alike.
+Two neighbours share two process groups, one for activations and one for gradients. In a group all
+messages go one way, so they arrive in the order in which they were sent, and a receive that waits
+holds up nothing that goes the other way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import RankFailure
+from ..errors import RankFailure, TeraPipeError
 from .boundary import MESSAGE_SIZE, Boundary
 from .deepspeed_seams import pair_group
 from .watchdog import Wait, Watchdog
@@ -59,7 +59,13 @@ class Link(NamedTuple):
 
 
 def links(
-    rank: int, stage: int, *, upstream: Peer | None, downstream: Peer | None, timeout_s: float
+    rank: int,
+    stage: int,
+    *,
+    upstream: Peer | None,
+    downstream: Peer | None,
+    watchdog: Watchdog,
+    device: torch.device,
 ) -> tuple[Link | None, Link | None]:
     """Connects this rank with its neighbours; all ranks of the pipeline call it once an engine.
 
@@ -71,7 +77,9 @@ def links(
         stage: its stage.
         upstream: the stage before, if any.
         downstream: the stage after, if any.
-        timeout_s: after which a transfer fails.
+        watchdog: watches the waits. Transfers fail by themselves after twice its time only, since
+            it has more to say.
+        device: where tensors that are sent live.
 
     Returns:
         The links upstream and downstream.
@@ -82,14 +90,20 @@ def links(
         if peer is None:
             return None
         first, second = sorted((rank, peer.rank))
-        name = f"engine{engine}/{first}-{second}"
-        return Link(
-            peer,
-            *(
-                pair_group(f"{name}/{what}", int(rank == second), timeout_s)
-                for what in ("activations", "gradients")
-            ),
-        )
+        in_pair = int(rank == second)
+        wait = Wait("a connection", str(peer))
+        groups = []
+        for what in ("activations", "gradients"):
+            with watchdog.waiting(wait), _failures_named(wait, watchdog):
+                name = f"engine{engine}/{first}-{second}/{what}"
+                group = pair_group(name, in_pair, 2 * watchdog.timeout_s)
+                # NCCL connects at the first message, and blocks until the peer has one too. Both
+                # have one now; in a step they would not, at the same time.
+                greeting = torch.zeros(1, device=device)
+                work = group.recv([greeting], 0, 0) if in_pair else group.send([greeting], 1, 0)
+                work.wait()
+            groups.append(group)
+        return Link(peer, *groups)
 
     if stage % 2 == 0:
         to_downstream = connect(downstream)
@@ -110,7 +124,7 @@ class SendChannel:
 
     def __init__(self, what: str, peer: Peer, group: Any, watchdog: Watchdog) -> None:
         self._what, self._peer, self._group, self._watchdog = what, peer, group, watchdog
-        # A send's tensor lives here until the send is done.
+        # Keeps the tensors alive that are still being sent.
         self._unfinished: deque[tuple[Any, Tensor, Wait]] = deque()
 
     def send(self, tensors: Iterable[Tensor], micro_batch: int, slice_index: int) -> None:
@@ -169,8 +183,12 @@ class RecvChannel:
             slots: every message of the step, in order.
             boundary: what a message holds; None if :meth:`recv_boundary` will tell.
         """
+        if self._posted:
+            raise TeraPipeError(
+                "an earlier step was left half done; its messages would meet this step's, so the "
+                "job has to be started again"
+            )
         self._upcoming = iter(slots)
-        self._posted.clear()
         self._boundary = boundary
         if boundary is not None:
             self._post_ahead()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import metadata
 from typing import Any, cast
 
 import deepspeed
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..config import TeraPipeConfig, read_block
-from ..errors import ConfigError, DataIteratorEnded
+from ..errors import ConfigError, DataIteratorEnded, TeraPipeError
 from ..schedule.instructions import (
     BackwardSlice,
     ForwardSlice,
@@ -78,7 +79,8 @@ class TokenSliceEngine(PipelineEngine):
         self._watchdog = Watchdog(
             f"rank {self.global_rank} (stage {self.stage_id})",
             timeout_s=block.timeout_s,
-            store=default_store(),
+            # Its own connection: the main thread may block in a call on the shared one.
+            store=default_store().clone(),
         )
         self._pipeline = Pipeline(
             group=self.grid.get_pipe_parallel_group(),
@@ -92,19 +94,20 @@ class TokenSliceEngine(PipelineEngine):
         self._boundaries: dict[tuple[str, bool], Boundary] = {}
         self._orders: dict[tuple[str, int, tuple[int, ...]], list[Action]] = {}
         self._step: StepState | None = None
+        self._agreed = False
 
     def _make_channels(self) -> None:
         upstream = None if self.is_first_stage() else self._peer(self.prev_stage)
         downstream = None if self.is_last_stage() else self._peer(self.next_stage)
         watchdog, device = self._watchdog, self.device
-        with watchdog.step(), watchdog.waiting(Wait("a connection", "the neighbouring stages")):
+        with watchdog.step():
             to_upstream, to_downstream = links(
                 self.global_rank,
                 self.stage_id,
                 upstream=upstream,
                 downstream=downstream,
-                # Longer than the watchdog's, which has more to say.
-                timeout_s=2 * watchdog.timeout_s,
+                watchdog=watchdog,
+                device=device,
             )
         if to_upstream is not None:
             peer, forward, backward = to_upstream
@@ -148,16 +151,17 @@ class TokenSliceEngine(PipelineEngine):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Watches a step, frees its slices, and lets no other rank wait for a failed one."""
+        self._agreed = False
         try:
             with self._watchdog.step():
                 yield
-        except (DataIteratorEnded, ConfigError) as error:
-            # Raised on every rank of this pipeline; only other replicas need to hear of it.
-            if self._pipeline.spans_world and not isinstance(error, DataIteratorEnded):
-                self._watchdog.announce(str(error))
-            raise
+        except DataIteratorEnded:
+            raise  # on every rank, by agreement
         except Exception as error:
-            self._watchdog.announce(f"{type(error).__name__}: {error}")
+            # What all stages found together needs no word to them, only to other replicas.
+            together = isinstance(error, TeraPipeError) and self._agreed
+            if not together or self._pipeline.spans_world:
+                self._watchdog.announce(f"{type(error).__name__}: {error}")
             raise
         finally:
             if self._step is not None:
@@ -179,6 +183,8 @@ class TokenSliceEngine(PipelineEngine):
         """Loads the step's micro-batches, cuts them, and posts the first receives."""
         inputs, labels, shapes = self._load(micro_batches)
         wait = Wait("the step's header", "all stages of this pipeline")
+        # From here on all stages learn the same, so that all raise what follows from it.
+        self._agreed = True
         with self._watchdog.waiting(wait):
             shapes = exchange_shapes(self._pipeline, shapes, micro_batches)
         schemes = [
@@ -194,9 +200,11 @@ class TokenSliceEngine(PipelineEngine):
             inputs=inputs,
             losses=[
                 self._micro_batch_loss(loaded, scheme, mode, keep=not training)
+                # Only the last stage has labels.
                 for loaded, scheme in zip(labels, schemes, strict=False)
             ],
         )
+        self._agreed = False
         order = self._order(schedule, self._step.slices)
         self._begin_receives(order)
         return TokenSliceSchedule(
@@ -304,7 +312,6 @@ class TokenSliceEngine(PipelineEngine):
         step.groups[micro_batch].inputs[slice] = tensors if len(tensors) > 1 else tensors[0]
 
     def _exec_forward(self, micro_batch: int, slice: int) -> None:
-        self.tput_timer.start()
         step = self._current_step()
         group = step.groups[micro_batch]
         tokens = group.ranges[slice]
@@ -325,17 +332,19 @@ class TokenSliceEngine(PipelineEngine):
             if loss.complete:
                 self._collect(loss)
         if tokens.is_last and not step.training:
-            group.context = type(group.context)()
+            group.free_context()
 
     def _cut_inputs(self, micro_batch: int, rows: Any, start: int, stop: int) -> Tensors:
         inputs = self._current_step().inputs[micro_batch]
         cut = self._adapter.cut(inputs, self._adapter.inputs, rows, slice(start, stop))
-        if torch.is_grad_enabled() and self._reentrant_activation_checkpointing():
-            # Reentrant checkpointing detaches a segment none of whose inputs needs a gradient.
-            for tensor in as_tuple(cut):
-                if tensor.is_floating_point():
-                    tensor.detach_().requires_grad_()
-        return cut
+        if not torch.is_grad_enabled() or not self._reentrant_activation_checkpointing():
+            return cut
+        # Reentrant checkpointing detaches a segment none of whose inputs needs a gradient.
+        tensors = tuple(
+            tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+            for tensor in as_tuple(cut)
+        )
+        return tensors if isinstance(cut, tuple) else tensors[0]
 
     def _collect(self, loss: MicroBatchLoss) -> None:
         """Adds a finished micro-batch to what ``train_batch`` and ``eval_batch`` report."""
@@ -401,7 +410,7 @@ class TokenSliceEngine(PipelineEngine):
             self._running_engine_backward = False
         if slice == 0:
             # dK and dV are complete: nothing needs this micro-batch's context any more.
-            group.context = type(group.context)()
+            group.free_context()
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
         """As ``DeepSpeedEngine.backward`` does before it runs a loss's backward."""
@@ -445,6 +454,12 @@ class TokenSliceEngine(PipelineEngine):
         with self._watchdog.waiting(Wait("the loss", "the last stage")):
             return super()._bcast_pipe_scalar(*args, **kwargs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: compiled code would be specialised on one slice."""
+        raise ConfigError(
+            "engine.compile: found a call, allowed is none with token slices so far; drop the call"
+        )
+
     def _timed(self, name: str) -> Any:
         """One of DeepSpeed's timers, where ``wall_clock_breakdown`` asks for them."""
         return _running(self.timers(name)) if self.wall_clock_breakdown() else nullcontext()
@@ -478,9 +493,11 @@ def _digest(block: TeraPipeConfig, ds_config: Any) -> dict[str, Any]:
         "terapipe_ds version": __version__,
         "deepspeed version": deepspeed.__version__,
         "torch version": torch.__version__,
+        "megatron-core version": metadata.version("megatron-core"),
         "gradient_accumulation_steps": ds_config.gradient_accumulation_steps,
         "train_micro_batch_size_per_gpu": ds_config.train_micro_batch_size_per_gpu,
         "zero_optimization.stage": int(ds_config.zero_optimization_stage),
         "bf16.enabled": bool(ds_config.bfloat16_config.enabled),
         "gradient_clipping": ds_config.gradient_clipping,
+        "pipeline": dict(ds_config.pipeline),
     }

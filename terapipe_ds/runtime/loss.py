@@ -7,6 +7,7 @@ whole. Any other loss is computed once, on the outputs joined.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -77,9 +78,9 @@ def slice_weights(token_weights: Tensor | None, scheme: SliceScheme) -> list[lis
         for rows, group in zip(scheme.rows(), scheme.groups, strict=True)
     ]
     # One copy to the host for the whole micro-batch, not one a slice.
-    flat = torch.stack([value for group in sums for value in group])
-    total_weight = flat.sum()
-    shares = iter((flat / total_weight if total_weight > 0 else flat * 0).tolist())
+    flat = torch.stack([value for group in sums for value in group]).tolist()
+    whole = math.fsum(flat)
+    shares = iter([value / whole if whole > 0 else 0.0 for value in flat])
     return [[next(shares) for _ in group] for group in sums]
 
 
@@ -184,7 +185,11 @@ class MicroBatchLoss:
             # A mean over no token is 0/0. Its part of the sum is 0, and so is its gradient, which
             # still has to run backward for the tokens before it.
             self._outputs[group, index] = output
-            self._add(output.new_zeros(()), {})
+            known = self._get_additional_losses() or {}
+            self._add(
+                output.new_zeros(()),
+                {name: torch.zeros_like(value) for name, value in known.items()},
+            )
             return
         rows, tokens = self._cuts[group][index]
         labels = self._adapter.cut(self._labels, self._adapter.labels, rows, tokens)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch.distributed
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
@@ -12,6 +14,21 @@ from ..errors import ConfigError
 from .adapter import adapter_of
 from .deepspeed_seams import ZeroStageEnum
 from .loss import choose_loss
+
+# Switches of DeepSpeed's JSON that would be ignored or go wrong in slices, and why.
+_REFUSED_FEATURES = (
+    ("progressive_layer_drop.enabled", "every slice of a sequence must go through the same layers"),
+    ("data_efficiency.data_routing.random_ltd.enabled", "it drops tokens within a slice"),
+    ("compile.deepcompile", "compiled code would be specialised on one slice"),
+    ("flops_profiler.enabled", "it would profile one slice for a micro-batch"),
+)
+
+
+def _switched_on(ds_config: dict[str, Any], path: str) -> bool:
+    value: Any = ds_config
+    for key in path.split("."):
+        value = value.get(key, False) if isinstance(value, dict) else False
+    return value is True
 
 
 def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: Any) -> None:
@@ -50,6 +67,19 @@ def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: An
     if ds_config.float16_config.enabled:
         raise ConfigError(
             "fp16.enabled: found true, allowed are bf16 and fp32 with token slices so far; use bf16"
+        )
+    for path, reason in _REFUSED_FEATURES:
+        if _switched_on(ds_config._param_dict, path):
+            raise ConfigError(
+                f"{path}: found true, allowed is false with token slices ({reason}); switch it off"
+            )
+    if (
+        torch.distributed.get_backend() == "nccl"
+        and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    ):
+        raise ConfigError(
+            "CUDA_DEVICE_MAX_CONNECTIONS: found 1, allowed is 2 or more (in one queue, a receive "
+            "that waits would hold up the computation that its sender needs); change or unset it"
         )
     if module.loss_fn is None:
         raise ConfigError(

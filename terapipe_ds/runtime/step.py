@@ -45,9 +45,13 @@ class GroupState:
     def sequences(self) -> int:
         return self.rows.stop - self.rows.start
 
+    def free_context(self) -> None:
+        """Drops the K and V, and dK and dV, of all layers."""
+        self.context = SequenceContext()
+
     def release(self) -> None:
         """Frees the context and whatever slices still hold."""
-        self.context = SequenceContext()
+        self.free_context()
         self.inputs.clear()
         self.outputs.clear()
         self.output_grads.clear()

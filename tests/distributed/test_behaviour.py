@@ -27,7 +27,7 @@ pytestmark = pytest.mark.distributed
         (behaviour.mixed_lengths_in_one_step, 2),
         (behaviour.several_tensors_cross, 2),
         (behaviour.several_tensors_cross, 4),
-        (behaviour.accumulation_is_a_mean, 1),
+        (behaviour.accumulation_is_a_mean, 2),
         (behaviour.batch_size_changes, 2),
         (behaviour.data_parallel, 4),
         (behaviour.tensor_parallel, 4),
@@ -80,7 +80,8 @@ def test_a_class_name_changes_nothing(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "zero_stage", "expected"), [(1, 0, [1, 1, 1, 1]), (2, 1, [2, 1, 1, 1])]
+    ("layers", "zero_stage", "expected"),
+    [(1, 0, [1, 1, 1, 1]), (1, 1, [1, 1, 1, 1]), (2, 1, [2, 1, 1, 1])],
 )
 def test_small_stages(layers: int, zero_stage: int, expected: list[int], folder: Path) -> None:
     for result in run_ranks(behaviour.layers_over_stages, 4, folder, layers, zero_stage):

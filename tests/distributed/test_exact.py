@@ -50,6 +50,8 @@ def test_every_pair_of_settings_is_covered(stages: int) -> None:
 def test_equals_the_unsliced_run(
     case: cases.Case, comparisons: dict[str, list[workers.Comparison]]
 ) -> None:
+    compared = set().union(*(found.names for found in comparisons[case.name]))
+    assert len(compared) > 4 * cases.LAYERS
     for stage, found in enumerate(comparisons[case.name]):
         assert found.loss <= case.tolerance, f"loss differs by {found.loss:.2e} on stage {stage}"
         for what, (gap, name) in (("gradient", found.gradient), ("parameter", found.parameter)):

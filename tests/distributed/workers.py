@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,15 +159,13 @@ def difference(found: Tensor, reference: Tensor) -> float:
     """max|difference| / max|reference|."""
     scale = reference.abs().max().item()
     gap = (found - reference).abs().max().item()
-    return gap / scale if scale else gap
+    relative = gap / scale if scale else gap
+    return relative if math.isfinite(relative) else math.inf
 
 
 def worst(found: Gradients, reference: Gradients) -> tuple[float, str]:
     """The largest relative difference, and the parameter that has it."""
-    return max(
-        ((difference(tensor, reference[name]), name) for name, tensor in found.items()),
-        default=(0.0, "no parameter"),
-    )
+    return max((difference(tensor, reference[name]), name) for name, tensor in found.items())
 
 
 @dataclasses.dataclass
@@ -217,6 +216,8 @@ class Comparison:
     loss: float
     gradient: tuple[float, str]
     parameter: tuple[float, str]
+    names: set[str]
+    """The parameters of this rank whose gradients were compared."""
 
 
 def sliced_runs(
@@ -234,6 +235,7 @@ def sliced_runs(
 
 def _compare(case: Case, reference: Reference) -> Comparison:
     module = module_of(case, case.stages)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     ds_engine = engine_of(
         module, case.micro_batches, block_of(case), lambda chosen: optimizer_of(case, chosen)
     )
@@ -248,11 +250,13 @@ def _compare(case: Case, reference: Reference) -> Comparison:
             # train_batch returns fp32; the sum on the last stage keeps the dtype.
             found = ds_engine.total_loss.item() / case.micro_batches
             loss_gap = max(loss_gap, abs(found - expected) / abs(expected))
+    assert set(kept[0]) == trained, f"no gradient for {trained - set(kept[0])}"
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
     return Comparison(
         loss_gap,
         worst(kept[0], reference.gradients),
         worst(parameters, reference.parameters),
+        set(kept[0]),
     )
 
 
@@ -260,7 +264,7 @@ def _drop_context_gradients() -> None:
     """The fault that must be seen: the dK and dV of later slices never reach earlier tokens."""
     from terapipe_ds.runtime.kv_context import LayerKV
 
-    LayerKV.exchange_gradients = lambda *_, **__: None
+    LayerKV.exchange_gradients = lambda *_, **__: [None, None]
 
 
 def endless(made: list[Any]) -> Iterator[Any]:

@@ -44,11 +44,23 @@ def attention(mask_type: AttnMaskType = AttnMaskType.causal, **kwargs: Any) -> A
         ("window_size", (8, 0)),
         ("softmax_type", "learnable"),
         ("attention_output_gate", True),
+        ("qk_clip", True),
+        ("experimental_attention_variant", "dsa"),
+        ("heterogeneous_block_specs", True),
+        ("mrope_section", [1, 2, 1]),
+        ("calculate_per_token_loss", True),
+        ("cuda_graph_impl", "local"),
+        ("fp8", "hybrid"),
     ],
 )
 def test_settings_that_cannot_be_sliced_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: found .* allowed is .*; change {name}, or"):
         check_config(SimpleNamespace(**{name: value}))  # type: ignore[arg-type]
+
+
+def test_recompute_of_whole_layers_is_deepspeeds() -> None:
+    with pytest.raises(ConfigError, match="use activation_checkpoint_interval"):
+        check_config(SimpleNamespace(recompute_granularity="full"))  # type: ignore[arg-type]
 
 
 def test_megatrons_defaults_are_accepted() -> None:
