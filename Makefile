@@ -1,5 +1,6 @@
 # make quickstart   a fresh machine with Python 3.11: installs, trains stock and sliced, compares
 # make test         a fresh machine with Python 3.11: installs, runs all tests
+# TORCH_INDEX=URL   where pip finds a CPU build of torch, if not at your usual index
 # make lint         formatting, lint and types
 
 PYTHON ?= python3.11
@@ -27,6 +28,6 @@ lint: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml configs/constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
-	pip install --quiet --constraint configs/constraints-cpu.txt torch
+	pip install --quiet --constraint configs/constraints-cpu.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	pip install --quiet --constraint configs/constraints-cpu.txt --editable ".[plot,test]"
 	touch $@

@@ -28,6 +28,8 @@ HEADS = 8
 LAYERS = 8
 VOCAB = 4096
 STAGES = 2
+TARGET_SPEEDUP = 1.4
+TARGET_OVERHEAD = 0.03
 
 
 def main() -> None:
@@ -41,6 +43,11 @@ def main() -> None:
     if result is None:
         return
     _print(result)
+    met = result["speedup"] >= TARGET_SPEEDUP and result["one_slice_overhead"] <= TARGET_OVERHEAD
+    print(
+        f"\ntargets (at least {TARGET_SPEEDUP}x, one slice at most {TARGET_OVERHEAD:+.0%}): "
+        f"{'met' if met else 'missed'}"
+    )
     if args.json is not None:
         temporary = args.json.with_suffix(".tmp")
         temporary.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """Causal attention on a rectangle: ``l`` queries, the last of ``t >= l`` tokens.
 
-Query ``i`` sees keys ``0 .. t - l + i``: the mask is bottom-right causal. ``is_causal=True`` of
-torch's SDPA is top-left causal for a rectangle, so it serves squares alone.
+Query ``i`` sees keys ``0 .. t - l + i``: the diagonal ends in the lower right corner. torch's SDPA
+puts it in the upper left one if asked for ``is_causal=True``, which is the same for squares alone.
 
 Shapes in this file: ``l`` query tokens, ``t`` key tokens, ``b`` sequences, ``n`` query heads,
 ``g`` key/value heads (``n`` is a multiple of ``g``), ``d`` head width. Queries are

@@ -1,8 +1,8 @@
 """The loss of a sequence from its slices.
 
-Where the loss is a mean over valid tokens, each slice's loss is computed as soon as its forward is
-done, weighted by its share of the micro-batch's valid tokens, so that the sum is the loss of the
-whole. Any other loss is computed once, on the outputs joined.
+A mean over valid tokens adds up: a slice's own mean, times the share of the micro-batch's valid
+tokens that it holds, is its part, and can be computed when its forward is done. Any other loss has
+to wait for the outputs of all slices.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def check(
         bounds: for each stage, the most slices in flight.
 
     Raises:
-        ScheduleError: the rule that is broken, and the stage x step grid with the culprit marked.
+        ScheduleError: which rule is broken where, and the whole order with that place marked.
     """
     counts = slice_counts(micro_batches, slices)
     order = [[Action(*action) for action in stage_actions] for stage_actions in order]
