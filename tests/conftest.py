@@ -37,7 +37,7 @@ def extensions_built(tmp_path_factory: pytest.TempPathFactory) -> None:
     from tests.distributed.workers import initialize_distributed
 
     folder = tmp_path_factory.mktemp("extensions")
-    run_ranks(initialize_distributed, 1, folder, timeout=280)
+    run_ranks(initialize_distributed, 1, folder, timeout=900)
 
 
 @pytest.fixture
