@@ -277,7 +277,7 @@ class GPTHead(torch.nn.Module):
             config.hidden_size,
             vocab_size,
             config=config,
-            init_method=config.embedding_init_method,
+            init_method=config.init_method,
             bias=False,
             skip_bias_add=False,
             gather_output=False,
@@ -290,6 +290,15 @@ class GPTHead(torch.nn.Module):
 
 
 def _checkpoint(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """megatron's checkpoint, also where no input needs a gradient (after a frozen embedding).
+
+    Without one that does, it would detach the segment, and its layers would not train.
+    """
+    if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
+        tensors = tuple(
+            tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+            for tensor in tensors
+        )
     return tensor_parallel.checkpoint(function, False, *tensors)
 
 

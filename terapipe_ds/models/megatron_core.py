@@ -169,6 +169,7 @@ _REFUSED = (
     ("cuda_graph_impl", "none", "a captured graph would repeat one slice's positions"),
     ("enable_cuda_graph", False, "a captured graph would repeat one slice's positions"),
     ("external_cuda_graph", False, "a captured graph would repeat one slice's positions"),
+    ("cpu_offloading", False, "it is not supported with token slices yet"),
     ("fp8", None, "it is not supported with token slices yet"),
     ("fp4", None, "it is not supported with token slices yet"),
 )

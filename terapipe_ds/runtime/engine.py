@@ -20,13 +20,14 @@ from deepspeed.runtime.pipe.engine import (
     PIPE_RECV_INPUT_TIMER,
     PIPE_SEND_GRAD_TIMER,
     PIPE_SEND_OUTPUT_TIMER,
+    TRAIN_BATCH_TIMER,
     PipelineEngine,
 )
 from torch import Tensor
 
 from .. import __version__
 from ..config import TeraPipeConfig, read_block
-from ..errors import ConfigError, DataIteratorEnded, TeraPipeError
+from ..errors import ConfigError, TeraPipeError
 from ..schedule.instructions import (
     BackwardSlice,
     ForwardSlice,
@@ -37,7 +38,7 @@ from ..schedule.instructions import (
 )
 from ..schedule.lower import TokenSliceSchedule
 from ..schedule.order import Action, actions
-from ..scheme import SliceScheme
+from ..scheme import SliceScheme, SlicesSetting
 from .adapter import Tensors, adapter_of, as_tuple
 from .agreement import agree, error_of
 from .boundary import Boundary
@@ -95,6 +96,7 @@ class TokenSliceEngine(PipelineEngine):
         self._orders: dict[tuple[str, int, tuple[int, ...]], list[Action]] = {}
         self._step: StepState | None = None
         self._agreed = False
+        self._trains = any(parameter.requires_grad for parameter in module.parameters())
 
     def _make_channels(self) -> None:
         upstream = None if self.is_first_stage() else self._peer(self.prev_stage)
@@ -155,13 +157,13 @@ class TokenSliceEngine(PipelineEngine):
         try:
             with self._watchdog.step():
                 yield
-        except DataIteratorEnded:
-            raise  # on every rank, by agreement
         except Exception as error:
-            # What all stages found together needs no word to them, only to other replicas.
-            together = isinstance(error, TeraPipeError) and self._agreed
-            if not together or self._pipeline.spans_world:
+            # What all ranks found together needs no word to the others, and they may go on.
+            if not (self._agreed and isinstance(error, TeraPipeError)):
                 self._watchdog.announce(f"{type(error).__name__}: {error}")
+            timer = self.timers(TRAIN_BATCH_TIMER)
+            if timer.started_:
+                timer.stop()
             raise
         finally:
             if self._step is not None:
@@ -183,17 +185,14 @@ class TokenSliceEngine(PipelineEngine):
         """Loads the step's micro-batches, cuts them, and posts the first receives."""
         inputs, labels, shapes = self._load(micro_batches)
         wait = Wait("the step's header", "all stages of this pipeline")
-        # From here on all stages learn the same, so that all raise what follows from it.
+        mode = self._loss_mode if self._compute_loss else "outputs"
         self._agreed = True
         with self._watchdog.waiting(wait):
-            shapes = exchange_shapes(self._pipeline, shapes, micro_batches)
-        schemes = [
-            SliceScheme.resolve(self._slices(), sequences=sequences, seq_length=tokens)
-            for sequences, tokens in shapes
-        ]
-        mode = self._loss_mode if self._compute_loss else "outputs"
-        for scheme in schemes:
-            check_loss_fits(mode, scheme)
+            shapes = exchange_shapes(
+                self._pipeline, shapes, micro_batches, lambda found: self._schemes(found, mode)
+            )
+        self._agreed = False
+        schemes = self._schemes(shapes, mode)
         self._step = StepState(
             training=training,
             schemes=schemes,
@@ -204,15 +203,26 @@ class TokenSliceEngine(PipelineEngine):
                 for loaded, scheme in zip(labels, schemes, strict=False)
             ],
         )
-        self._agreed = False
         order = self._order(schedule, self._step.slices)
         self._begin_receives(order)
         return TokenSliceSchedule(
             order, micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id
         )
 
-    def _slices(self) -> Any:
-        return self.terapipe.slices
+    def _schemes(self, shapes: list[BatchShape], mode: str) -> list[SliceScheme]:
+        """How each of the step's micro-batches is cut.
+
+        Raises:
+            ConfigError: if the slices do not fit a micro-batch, or the loss the slices.
+        """
+        slices = cast(SlicesSetting, self.terapipe.slices)
+        schemes = [
+            SliceScheme.resolve(slices, sequences=sequences, seq_length=tokens)
+            for sequences, tokens in shapes
+        ]
+        for scheme in schemes:
+            check_loss_fits(mode, scheme)
+        return schemes
 
     def _order(self, schedule: str, slices: list[int]) -> list[Action]:
         """This stage's actions; the same ones serve every step of the same shape."""
@@ -256,9 +266,10 @@ class TokenSliceEngine(PipelineEngine):
         return inputs, labels, shapes
 
     def _to_device(self, tensors: Any) -> Tensors:
+        """A copy: the iterator may fill the same tensors again for the step's next micro-batch."""
         if torch.is_tensor(tensors):
-            return tensors.to(self.device)
-        return tuple(tensor.to(self.device) for tensor in tensors)
+            return tensors.detach().to(self.device, copy=True)
+        return tuple(tensor.detach().to(self.device, copy=True) for tensor in tensors)
 
     def _micro_batch_loss(
         self, labels: Tensors, scheme: SliceScheme, mode: str, *, keep: bool
@@ -307,8 +318,12 @@ class TokenSliceEngine(PipelineEngine):
                 self._boundaries[key] = self._activations_in.recv_boundary()
                 self._activations_in.learn(self._boundaries[key])
             tensors = self._activations_in.receive()
+        # Reentrant checkpointing detaches a segment none of whose inputs needs a gradient, as
+        # those from a frozen stage do not.
+        recomputes = self._reentrant_activation_checkpointing()
         for tensor, template in zip(tensors, self._boundaries[key].tensors, strict=True):
-            tensor.requires_grad_(step.training and template.requires_grad)
+            needs = template.requires_grad or (recomputes and tensor.is_floating_point())
+            tensor.requires_grad_(step.training and needs)
         step.groups[micro_batch].inputs[slice] = tensors if len(tensors) > 1 else tensors[0]
 
     def _exec_forward(self, micro_batch: int, slice: int) -> None:
@@ -321,7 +336,10 @@ class TokenSliceEngine(PipelineEngine):
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
         with current_slice(tokens, group.context), autocast_if_enabled(self):
-            outputs = self.module(inputs)
+            # A clone, as in stock DeepSpeed: the first layer may work in place.
+            outputs = self.module(_cloned(inputs))
+        if step.training and self._trains:
+            self._check_trains(as_tuple(outputs))
         if not step.training:
             group.inputs.pop(slice, None)
         if not self.is_last_stage():
@@ -333,6 +351,14 @@ class TokenSliceEngine(PipelineEngine):
                 self._collect(loss)
         if tokens.is_last and not step.training:
             group.free_context()
+
+    def _check_trains(self, outputs: tuple[Tensor, ...]) -> None:
+        if not any(tensor.requires_grad for tensor in outputs):
+            raise TeraPipeError(
+                f"model: found trainable parameters on stage {self.stage_id} that no output needs "
+                "a gradient for, allowed is a stage that trains or is frozen; with "
+                "activation_checkpoint_interval set pipeline.use_reentrant to false"
+            )
 
     def _cut_inputs(self, micro_batch: int, rows: Any, start: int, stop: int) -> Tensors:
         inputs = self._current_step().inputs[micro_batch]
@@ -423,10 +449,11 @@ class TokenSliceEngine(PipelineEngine):
         step = self._current_step()
         inputs = as_tuple(step.groups[micro_batch].inputs.pop(slice))
         with self._timed(PIPE_SEND_GRAD_TIMER):
+            templates = self._boundaries["upstream", True].tensors
             grads = [
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                for tensor in inputs
-                if tensor.requires_grad
+                for tensor, template in zip(inputs, templates, strict=True)
+                if template.requires_grad
             ]
             self._grads_out.send(grads, micro_batch, slice)
 
@@ -484,6 +511,12 @@ def _running(timer: Any) -> Iterator[None]:
         yield
     finally:
         timer.stop()
+
+
+def _cloned(tensors: Tensors) -> Tensors:
+    if isinstance(tensors, tuple):
+        return tuple(tensor.clone() for tensor in tensors)
+    return tensors.clone()
 
 
 def _digest(block: TeraPipeConfig, ds_config: Any) -> dict[str, Any]:

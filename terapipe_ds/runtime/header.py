@@ -7,14 +7,15 @@ from step to step, and a data iterator that ends early is the same error on ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from ..errors import DataIteratorEnded, TeraPipeError
+from ..errors import ConfigError, DataIteratorEnded, TeraPipeError
+from .agreement import error_of
 
 BatchShape = tuple[int, int]
 """(sequences, tokens)."""
@@ -37,33 +38,56 @@ class Pipeline(NamedTuple):
 
 
 def exchange_shapes(
-    pipeline: Pipeline, shapes: Sequence[BatchShape] | None, micro_batches: int
+    pipeline: Pipeline,
+    shapes: Sequence[BatchShape] | None,
+    micro_batches: int,
+    check: Callable[[list[BatchShape]], None],
 ) -> list[BatchShape]:
     """Makes every stage know the shapes of the step's micro-batches.
+
+    Whatever is wrong with them anywhere, all ranks of all pipelines raise together, so that a
+    script may catch the error on all of them and go on.
 
     Args:
         pipeline: the ranks.
         shapes: what this rank has loaded; None on stages that load nothing.
         micro_batches: how many micro-batches the step needs.
+        check: raises a :class:`TeraPipeError` if the shapes cannot be cut as configured.
 
     Raises:
-        DataIteratorEnded: on every rank, if the first or the last stage of any pipeline loaded too
-            few.
-        TeraPipeError: on every rank of the pipeline, if both loaded different shapes.
+        DataIteratorEnded: if the first or the last stage of any pipeline loaded too few.
+        TeraPipeError: if both loaded different shapes, or as ``check`` does.
     """
     headers = _gather(pipeline, _encode(shapes, micro_batches))
     loaded = [int(header[0]) for header in headers]
-    _all_loaded(pipeline, loaded, micro_batches)
     first, last = _decode(headers[0]), _decode(headers[-1])
-    if first != last:
-        pairs = zip(first, last, strict=True)
-        position = next(index for index, (here, there) in enumerate(pairs) if here != there)
-        raise TeraPipeError(
-            f"data: found micro-batch {position} of (sequences, tokens) {first[position]} on the "
-            f"first stage and {last[position]} on the last, allowed is the same on both; give both "
-            "stages the same data iterator"
+    error = None
+    if min(loaded) == micro_batches:
+        error = error_of(lambda: _check(first, last, check))
+    fewest, errors = _over_world(pipeline, min(loaded), error is not None)
+    if fewest < micro_batches:
+        raise DataIteratorEnded(_ended(loaded, fewest, micro_batches))
+    if error is not None:
+        raise error
+    if errors:
+        raise ConfigError(
+            "data: found micro-batches on another data-parallel rank that cannot be cut as "
+            "terapipe.slices says; that rank's output names them"
         )
     return first
+
+
+def _check(
+    first: list[BatchShape], last: list[BatchShape], check: Callable[[list[BatchShape]], None]
+) -> None:
+    for position, (here, there) in enumerate(zip(first, last, strict=True)):
+        if here != there:
+            raise TeraPipeError(
+                f"data: found micro-batch {position} of (sequences, tokens) {here} on the first "
+                f"stage and {there} on the last, allowed is the same on both; give both stages the "
+                "same data iterator"
+            )
+    check(first)
 
 
 def _encode(shapes: Sequence[BatchShape] | None, micro_batches: int) -> Tensor:
@@ -89,18 +113,21 @@ def _gather(pipeline: Pipeline, header: Tensor) -> list[Tensor]:
     return [gathered.cpu() for gathered in headers]
 
 
-def _all_loaded(pipeline: Pipeline, loaded: Sequence[int], micro_batches: int) -> None:
-    fewest = min(loaded)
-    if pipeline.spans_world:
-        # Another replica of the model may have run out of data; all ranks must stop together.
-        fewest_anywhere = torch.tensor(fewest, dtype=torch.int64, device=pipeline.device)
-        dist.all_reduce(fewest_anywhere, op=dist.ReduceOp.MIN)
-        fewest = int(fewest_anywhere)
-    if fewest < micro_batches:
-        stage = loaded.index(fewest) if fewest in loaded else None
-        where = f"on stage {stage}" if stage is not None else "on another data-parallel rank"
-        raise DataIteratorEnded(
-            f"data: found an iterator that ended after {fewest} of {micro_batches} micro-batches "
-            f"{where}, allowed is gradient_accumulation_steps micro-batches a step; give a longer "
-            "iterator (deepspeed.utils.RepeatingLoader) or lower gradient_accumulation_steps"
-        )
+def _over_world(pipeline: Pipeline, fewest: int, has_error: bool) -> tuple[int, bool]:
+    """The fewest micro-batches that any pipeline has loaded, and whether any has an error."""
+    if not pipeline.spans_world:
+        return fewest, has_error
+    state = torch.tensor([fewest, -int(has_error)], dtype=torch.int64, device=pipeline.device)
+    dist.all_reduce(state, op=dist.ReduceOp.MIN)
+    fewest, negative = state.tolist()
+    return fewest, negative < 0
+
+
+def _ended(loaded: Sequence[int], fewest: int, micro_batches: int) -> str:
+    stage = loaded.index(fewest) if fewest in loaded else None
+    where = f"on stage {stage}" if stage is not None else "on another data-parallel rank"
+    return (
+        f"data: found an iterator that ended after {fewest} of {micro_batches} micro-batches "
+        f"{where}, allowed is gradient_accumulation_steps micro-batches a step; give a longer "
+        "iterator (deepspeed.utils.RepeatingLoader) or lower gradient_accumulation_steps"
+    )

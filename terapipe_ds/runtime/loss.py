@@ -219,7 +219,9 @@ class MicroBatchLoss:
         self._joined = None
 
     def _add(self, loss: Tensor, additional: dict[str, Tensor]) -> None:
+        # Sums of many slices lose digits in half precision.
         loss = loss.detach()
+        loss = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
         self.value = loss if self.value is None else self.value + loss
         for name, value in additional.items():
             if self.additional is None:

@@ -424,6 +424,75 @@ def dropout_repeats() -> None:
         assert torch.equal(gradient, runs[1][name]), f"{name} differs between two runs"
 
 
+def frozen(what: str) -> None:
+    """Frozen parameters change no other gradient, with recomputation of any kind."""
+    initialize_distributed()
+    kinds = (
+        {},
+        {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}},
+        {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
+    )
+    expected = None
+    for extra in kinds:
+        for block in ({"slices": 1}, BLOCK):
+            module = small_gpt(tied_head=False)
+            for name, parameter in module.named_parameters():
+                embedding = name.startswith("0.")
+                if embedding or (what == "first stage" and module.stage_id == 0):
+                    parameter.requires_grad_(False)
+            engine = engine_of(module, 2, block, **extra)
+            kept = keep_gradients(engine)
+            engine.train_batch(iter(batches(2)))
+            expected = expected or kept[0]
+            assert kept[0].keys() == expected.keys()
+            if expected:
+                assert_same_gradients(kept[0], expected)
+    if what == "embedding" or engine.stage_id > 0:
+        assert all(gradient.abs().max() > 0 for gradient in expected.values())
+
+
+def reused_buffers() -> None:
+    """An iterator may fill the same tensors for each micro-batch, and finds them unchanged."""
+    initialize_distributed()
+
+    def reusing() -> Iterator[Any]:
+        made = batches(2)
+        inputs, labels = (tuple(t.contiguous() for t in part) for part in batches(1)[0])
+        for new_inputs, new_labels in made:
+            for old, new in zip((*inputs, *labels), (*new_inputs, *new_labels), strict=True):
+                old.copy_(new)
+            yield inputs, labels
+
+    losses = [
+        engine_of(small_gpt(), 2, BLOCK).train_batch(data) for data in (reusing(), iter(batches(2)))
+    ]
+    assert_same(losses[:1], losses[1:], "loss")
+
+
+def goes_on_after_an_error() -> None:
+    """A script may catch what all ranks raise together, and train on."""
+    initialize_distributed()
+    topology = None
+    if torch.distributed.get_world_size() == 4:
+        topology = PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=2)
+    build = {} if topology is None else {"topology": topology}
+    engine = engine_of(small_gpt(**build), 2, BLOCK)
+    untroubled = engine_of(small_gpt(**build), 2, BLOCK)
+    for step in range(4):
+        for data, error in (
+            (batches(1), terapipe_ds.DataIteratorEnded),
+            (batches(2, length=40), terapipe_ds.ConfigError),
+        ):
+            for run in (engine.train_batch, engine.eval_batch):
+                try:
+                    run(iter(data))
+                except error:
+                    continue
+                raise AssertionError(f"{error.__name__} was not raised")
+        losses = [e.train_batch(iter(batches(2, seed=step))) for e in (engine, untroubled)]
+        assert_same(losses[:1], losses[1:], f"loss of step {step},")
+
+
 # Memory
 
 

@@ -32,6 +32,9 @@ pytestmark = pytest.mark.distributed
         (behaviour.data_parallel, 4),
         (behaviour.tensor_parallel, 4),
         (behaviour.dropout_repeats, 2),
+        (behaviour.reused_buffers, 2),
+        (behaviour.goes_on_after_an_error, 2),
+        (behaviour.goes_on_after_an_error, 4),
         (behaviour.bf16_zero1, 2),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
@@ -53,6 +56,11 @@ def test_recompute_interval_1(
     use_reentrant: bool, dropout: float, attention_dropout: float, folder: Path
 ) -> None:
     run_ranks(behaviour.recompute, 2, folder, use_reentrant, dropout, attention_dropout)
+
+
+@pytest.mark.parametrize("what", ["embedding", "first stage"])
+def test_frozen(what: str, folder: Path) -> None:
+    run_ranks(behaviour.frozen, 2, folder, what)
 
 
 def test_checkpoints_load_with_and_without_the_block(folder: Path) -> None:

@@ -128,7 +128,9 @@ def engine_of(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     **extra: Any,
 ) -> Any:
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # DeepSpeed needs an optimizer on each stage, and an optimizer needs parameters.
+    every = list(module.parameters())
+    parameters = [parameter for parameter in every if parameter.requires_grad] or every
     make_optimizer = make_optimizer or (lambda chosen: torch.optim.SGD(chosen, lr=0.05))
     optimizer = make_optimizer(parameters) if parameters else None
     return terapipe_ds.initialize(
