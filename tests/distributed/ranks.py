@@ -35,7 +35,7 @@ class RankResult:
 
     @property
     def error(self) -> str:
-        """The last line that the rank printed, where errors stand."""
+        """The last line that the rank printed to stderr, where errors stand."""
         lines = [line for line in self.output.splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
@@ -88,7 +88,7 @@ def run_ranks(
         RankResult(
             rank,
             processes[rank].exitcode,
-            _read(folder / f"rank{rank}.log"),
+            _read(folder / f"rank{rank}.out") + _read(folder / f"rank{rank}.err"),
             _load(folder / f"rank{rank}.pickle"),
             ended.get(rank, timeout),
         )
@@ -118,9 +118,9 @@ def _rank(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    log = os.open(f"{folder}/rank{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for stream, name in ((1, "out"), (2, "err")):
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
+        os.dup2(os.open(f"{folder}/rank{rank}.{name}", flags, 0o644), stream)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
