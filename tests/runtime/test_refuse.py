@@ -1,0 +1,85 @@
+"""Settings of DeepSpeed that the engine refuses before it starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+from terapipe_ds import SequenceAdapter, TensorDims
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.errors import ConfigError
+from terapipe_ds.runtime.refuse import check_supported
+
+BLOCK = TeraPipeConfig(slices=4)
+TOKEN = TensorDims(batch=0, sequence=1)
+
+
+def module(kind: type = PipelineModule, **attributes: Any) -> Any:
+    """A pipeline module without layers or ranks: what the checks look at, and nothing else."""
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    made._layer_specs = [None, None]
+    made._topo = SimpleNamespace(get_dim=lambda axis: 2)
+    made.loss_fn = torch.nn.functional.mse_loss
+    made.token_slice_adapter = SequenceAdapter((TOKEN,), (TOKEN,), (TOKEN,), TOKEN)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def ds_config(zero_stage: int = 0, fp16: bool = False, **block: Any) -> Any:
+    return SimpleNamespace(
+        zero_optimization_stage=zero_stage,
+        float16_config=SimpleNamespace(enabled=fp16),
+        _param_dict=block,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+
+
+def test_an_ordinary_setting_passes() -> None:
+    check_supported(BLOCK, module(), ds_config(zero_stage=1, progressive_layer_drop={}))
+
+
+@pytest.mark.parametrize(
+    ("made", "config", "message"),
+    [
+        (module(DualPipeVModule), ds_config(), "found a DualPipeVModule"),
+        (module(_layer_specs=[None]), ds_config(), "found 2 stages for 1 pipeline layers"),
+        (module(loss_fn=None), ds_config(), "found a PipelineModule without loss_fn"),
+        (module(token_slice_adapter=None), ds_config(), "without an adapter"),
+        (module(), ds_config(zero_stage=3), r"zero_optimization\.stage: found 3"),
+        (module(), ds_config(fp16=True), r"fp16\.enabled: found true"),
+        *(
+            (module(), ds_config(**block), rf"^{path}: found true, allowed is false")
+            for path, block in (
+                (r"progressive_layer_drop\.enabled", {"progressive_layer_drop": {"enabled": True}}),
+                (
+                    r"data_efficiency\.data_routing\.random_ltd\.enabled",
+                    {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}},
+                ),
+                (r"compile\.deepcompile", {"compile": {"deepcompile": True}}),
+                (r"flops_profiler\.enabled", {"flops_profiler": {"enabled": True}}),
+            )
+        ),
+    ],
+)
+def test_refused(made: Any, config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_supported(BLOCK, made, config)
+
+
+def test_one_hardware_queue_is_refused_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    check_supported(BLOCK, module(), ds_config())
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS: found 1"):
+        check_supported(BLOCK, module(), ds_config())
