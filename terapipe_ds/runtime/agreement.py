@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
+import deepspeed
 import torch.distributed
 
+from .. import __version__
+from ..config import TeraPipeConfig
 from ..errors import ConfigError, TeraPipeError
 
 
@@ -46,3 +50,25 @@ def error_of(check: Callable[[], Any]) -> TeraPipeError | None:
     except TeraPipeError as error:
         return error
     return None
+
+
+def settings(block: TeraPipeConfig, ds_config: Any) -> dict[str, Any]:
+    """What must be the same on all ranks for their slices to meet, by name.
+
+    Args:
+        block: the ``"terapipe"`` block.
+        ds_config: the ``DeepSpeedConfig``.
+    """
+    return {
+        **block.describe(),
+        "terapipe_ds version": __version__,
+        "deepspeed version": deepspeed.__version__,
+        "torch version": torch.__version__,
+        "megatron-core version": metadata.version("megatron-core"),
+        "gradient_accumulation_steps": ds_config.gradient_accumulation_steps,
+        "train_micro_batch_size_per_gpu": ds_config.train_micro_batch_size_per_gpu,
+        "zero_optimization.stage": int(ds_config.zero_optimization_stage),
+        "bf16.enabled": bool(ds_config.bfloat16_config.enabled),
+        "gradient_clipping": ds_config.gradient_clipping,
+        "pipeline": dict(ds_config.pipeline),
+    }

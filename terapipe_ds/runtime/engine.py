@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import metadata
 from typing import Any, cast
 
-import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
@@ -25,7 +23,6 @@ from deepspeed.runtime.pipe.engine import (
 )
 from torch import Tensor
 
-from .. import __version__
 from ..config import TeraPipeConfig, read_block
 from ..errors import ConfigError, TeraPipeError
 from ..schedule.instructions import (
@@ -40,7 +37,7 @@ from ..schedule.lower import TokenSliceSchedule
 from ..schedule.order import Action, actions
 from ..scheme import SliceScheme, SlicesSetting
 from .adapter import Tensors, adapter_of, as_tuple
-from .agreement import agree, error_of
+from .agreement import agree, error_of, settings
 from .boundary import Boundary
 from .channel import Peer, RecvChannel, SendChannel, links
 from .deepspeed_seams import autocast_if_enabled, default_store
@@ -69,7 +66,7 @@ class TokenSliceEngine(PipelineEngine):
         if block is None:
             raise ConfigError('terapipe: found no "terapipe" block, allowed is a JSON object')
         error = error_of(lambda: check_supported(block, module, ds_config))
-        agree(_digest(block, ds_config), error)
+        agree(settings(block, ds_config), error)
         super().__init__(*args, **kwargs)
 
         self.terapipe: TeraPipeConfig = block
@@ -517,20 +514,3 @@ def _cloned(tensors: Tensors) -> Tensors:
     if isinstance(tensors, tuple):
         return tuple(tensor.clone() for tensor in tensors)
     return tensors.clone()
-
-
-def _digest(block: TeraPipeConfig, ds_config: Any) -> dict[str, Any]:
-    """What must be the same on all ranks for their slices to meet."""
-    return {
-        **block.describe(),
-        "terapipe_ds version": __version__,
-        "deepspeed version": deepspeed.__version__,
-        "torch version": torch.__version__,
-        "megatron-core version": metadata.version("megatron-core"),
-        "gradient_accumulation_steps": ds_config.gradient_accumulation_steps,
-        "train_micro_batch_size_per_gpu": ds_config.train_micro_batch_size_per_gpu,
-        "zero_optimization.stage": int(ds_config.zero_optimization_stage),
-        "bf16.enabled": bool(ds_config.bfloat16_config.enabled),
-        "gradient_clipping": ds_config.gradient_clipping,
-        "pipeline": dict(ds_config.pipeline),
-    }

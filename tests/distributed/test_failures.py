@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from . import behaviour
+from . import bad
 from .ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -41,14 +41,14 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("kind", BAD_INPUT)
 def test_bad_input_is_one_clear_line_on_every_rank(kind: str, folder: Path) -> None:
-    for result in run_ranks(behaviour.bad_input, 2, folder, kind, timeout=30, expect_success=False):
+    for result in run_ranks(bad.bad_input, 2, folder, kind, timeout=30, expect_success=False):
         assert result.exit_code == 1, result.output
         assert re.search(BAD_INPUT[kind], result.error), f"rank {result.rank}: {result.error}"
 
 
 def test_an_attention_used_twice_by_a_stage_is_refused(folder: Path) -> None:
     kind = "tied attention on one stage"
-    (result,) = run_ranks(behaviour.bad_input, 1, folder, kind, timeout=30, expect_success=False)
+    (result,) = run_ranks(bad.bad_input, 1, folder, kind, timeout=30, expect_success=False)
     assert result.exit_code == 1
     assert "found Mix used twice by one stage" in result.error
 
@@ -56,9 +56,7 @@ def test_an_attention_used_twice_by_a_stage_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("how", ["killed", "stuck", "raises"])
 def test_a_failed_rank_ends_all(how: str, folder: Path) -> None:
     timeout_s = 8.0
-    results = run_ranks(
-        behaviour.fails, 3, folder, how, timeout_s, timeout=60, expect_success=False
-    )
+    results = run_ranks(bad.fails, 3, folder, how, timeout_s, timeout=60, expect_success=False)
     assert all(result.exit_code != 0 for result in results)
     # From the first rank's end to the last one's; a stuck rank is noticed by waiting for it.
     ends = [result.seconds for result in results]
