@@ -43,6 +43,7 @@ from .channel import Peer, RecvChannel, SendChannel, links
 from .deepspeed_seams import autocast_if_enabled, default_store
 from .header import BatchShape, Pipeline, exchange_shapes
 from .kv_context import current_slice
+from .loading import load
 from .loss import MicroBatchLoss, check_loss_fits, choose_loss
 from .refuse import check_module, check_supported
 from .step import StepState
@@ -180,7 +181,15 @@ class TokenSliceEngine(PipelineEngine):
         self, schedule: str, micro_batches: int, *, training: bool
     ) -> TokenSliceSchedule:
         """Loads the step's micro-batches, cuts them, and posts the first receives."""
-        inputs, labels, shapes = self._load(micro_batches)
+        with self._timed(BATCH_INPUT_TIMER):
+            inputs, labels, shapes = load(
+                self._next_batch,
+                self._adapter,
+                micro_batches,
+                first_stage=self.is_first_stage(),
+                last_stage=self.is_last_stage(),
+                device=self.device,
+            )
         wait = Wait("the step's header", "all stages of this pipeline")
         mode = self._loss_mode if self._compute_loss else "outputs"
         self._agreed = True
@@ -229,44 +238,6 @@ class TokenSliceEngine(PipelineEngine):
                 self.stage_id
             ]
         return self._orders[key]
-
-    def _load(
-        self, micro_batches: int
-    ) -> tuple[list[Tensors], list[Tensors], list[BatchShape] | None]:
-        """Draws the step's micro-batches, on the stages that stock DeepSpeed draws them on.
-
-        Returns:
-            inputs, labels, and (sequences, tokens) of each; None on stages that load nothing.
-        """
-        first, last = self.is_first_stage(), self.is_last_stage()
-        if not (first or last):
-            return [], [], None
-        inputs: list[Tensors] = []
-        labels: list[Tensors] = []
-        shapes: list[BatchShape] = []
-        adapter = self._adapter
-        with self._timed(BATCH_INPUT_TIMER):
-            for _ in range(micro_batches):
-                try:
-                    batch = self._next_batch()
-                except StopIteration:
-                    break
-                if first:
-                    inputs.append(self._to_device(batch[0]))
-                if last:
-                    labels.append(self._to_device(batch[1]))
-                shapes.append(
-                    adapter.batch_shape(inputs[-1], adapter.inputs)
-                    if first
-                    else adapter.batch_shape(labels[-1], adapter.labels)
-                )
-        return inputs, labels, shapes
-
-    def _to_device(self, tensors: Any) -> Tensors:
-        """A copy: the iterator may fill the same tensors again for the step's next micro-batch."""
-        if torch.is_tensor(tensors):
-            return tensors.detach().to(self.device, copy=True)
-        return tuple(tensor.detach().to(self.device, copy=True) for tensor in tensors)
 
     def _micro_batch_loss(
         self, labels: Tensors, scheme: SliceScheme, mode: str, *, keep: bool

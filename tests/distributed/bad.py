@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,8 +112,11 @@ def bad_input(kind: str) -> None:
         engine.train_batch(data)
 
 
-def fails(how: str, timeout_s: float) -> None:
-    """One middle rank is killed, gets stuck, or raises, in its second step."""
+def fails(how: str, timeout_s: float, broke_at: Path) -> None:
+    """One middle rank is killed, gets stuck, or raises, in its second step.
+
+    It leaves the machine's clock of that moment in the file ``broke_at``.
+    """
     initialize_distributed()
     engine = engine_of(small_gpt(), 2, {"slices": 4, "timeout_s": timeout_s})
     data = endless(batches(2))
@@ -121,6 +125,7 @@ def fails(how: str, timeout_s: float) -> None:
 
     def break_down(self: Any, micro_batch: int, slice: int) -> None:
         if (micro_batch, slice) == (1, 2):
+            broke_at.write_text(str(time.time()))
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "stuck":

@@ -6,6 +6,7 @@ test pays for the imports once. A rank that hangs is ended, and is a failure tha
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -31,7 +32,8 @@ class RankResult:
     exit_code: int | None
     output: str
     value: Any
-    seconds: float
+    ended_at: float
+    """The machine's clock when the rank was found to have ended."""
 
     @property
     def error(self) -> str:
@@ -77,7 +79,7 @@ def run_ranks(
     while len(ended) < world and time.monotonic() - started < timeout:
         for rank, process in enumerate(processes):
             if rank not in ended and not process.is_alive():
-                ended[rank] = time.monotonic() - started
+                ended[rank] = time.time()
         time.sleep(0.05)
     hung = [rank for rank in range(world) if rank not in ended]
     for rank in hung:
@@ -90,7 +92,7 @@ def run_ranks(
             processes[rank].exitcode,
             _read(folder / f"rank{rank}.out") + _read(folder / f"rank{rank}.err"),
             _load(folder / f"rank{rank}.pickle"),
-            ended.get(rank, timeout),
+            ended.get(rank, math.inf),
         )
         for rank in range(world)
     ]
