@@ -38,7 +38,7 @@ _LAZY = {
 }
 
 
-_SUBPACKAGES = ("models", "runtime", "schedule")
+_SUBPACKAGES = ("models", "planner", "runtime", "schedule")
 
 
 def __getattr__(name: str) -> Any:

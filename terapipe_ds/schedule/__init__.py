@@ -2,5 +2,18 @@
 
 from .check import check, check_named, grid
 from .order import Action, Order, actions, in_flight_bound
+from .simulator import Event, Timeline, simulate, simulate_order
 
-__all__ = ["Action", "Order", "actions", "check", "check_named", "grid", "in_flight_bound"]
+__all__ = [
+    "Action",
+    "Event",
+    "Order",
+    "Timeline",
+    "actions",
+    "check",
+    "check_named",
+    "grid",
+    "in_flight_bound",
+    "simulate",
+    "simulate_order",
+]

@@ -1,7 +1,7 @@
 """The order of slices on every stage, as plain data. No schedule logic lives anywhere else.
 
-The engine runs these lists (lowered by ``lower.py``), the checker proves them. Everything counts
-from 0. Where a scheme has several groups, each group is a micro-batch here.
+The engine runs these lists (lowered by ``lower.py``), the checker proves them, the simulator times
+them. Everything counts from 0. Where a scheme has several groups, each group is a micro-batch here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import ConfigError
 
-Kind = Literal["F", "B"]
+Kind = Literal["F", "B", "W"]
 
 
 class Action(NamedTuple):
-    """One piece of a stage's work: the forward or the backward of one slice."""
+    """One piece of a stage's work: the forward or the backward of one slice.
+
+    ``W`` is the weight gradient, where a schedule splits it off the backward.
+    """
 
     kind: Kind
     micro_batch: int

@@ -1,0 +1,296 @@
+"""What slices cost: the fitted model of measured stages, and its file ``cost.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+from ..files import write_text
+from .memory import StageMemory
+
+Floats = NDArray[np.float64]
+
+SCHEMA = "terapipe-cost"
+VERSION = 1
+
+KINDS = ("first", "middle", "last")
+"""Names of stages where a file holds one of each kind instead of every stage."""
+
+
+class Sample(NamedTuple):
+    """One measured slice: medians over repeats.
+
+    Attributes:
+        length: tokens of the slice.
+        context: tokens before it.
+        sequences: sequences that went together.
+        forward_ms: its forward.
+        backward_ms: its backward.
+        held_out: whether the fit has not seen it.
+    """
+
+    length: int
+    context: int
+    sequences: int
+    forward_ms: float
+    backward_ms: float
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The time of one direction of one stage.
+
+    ``t(l, c, b) = g(b l) + 1[c > 0] (a0 + a1 b l + a2 b c) + a3 b (l c + s l^2)``, where ``g`` is
+    piecewise linear through ``(tokens, base_ms)``. This is the paper's model (section 3.3: a
+    measured base, and ``a0 + a1 l + a2 c + a3 l c`` for the context) for ``s = 0`` and one
+    sequence; ``s = 1/2`` counts the slice's attention to its own tokens as what it is.
+
+    Attributes:
+        form: how it was fitted, see ``fit.py``.
+        tokens: ``b l`` at the corners of ``g``.
+        base_ms: ``g`` there.
+        context: ``a0 .. a3``.
+        own_share: ``s``.
+        least_ms: times are at least this.
+    """
+
+    form: str
+    tokens: tuple[float, ...]
+    base_ms: tuple[float, ...]
+    context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    own_share: float = 0.0
+    least_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
+        if not self.tokens or len(self.tokens) != len(self.base_ms) or not rising:
+            raise ConfigError(
+                f"cost: found a fit with {len(self.tokens)} token counts and {len(self.base_ms)} "
+                "times, allowed are as many of both, the token counts rising"
+            )
+        if len(self.context) != 4:
+            raise ConfigError(
+                f"cost: found {len(self.context)} context coefficients, allowed are 4"
+            )
+
+    def __call__(self, length: Any, context: Any, sequences: Any = 1) -> Floats:
+        """ms; scalars or arrays, broadcast."""
+        length, context, sequences = (
+            np.asarray(value, dtype=np.float64) for value in (length, context, sequences)
+        )
+        tokens = sequences * length
+        a0, a1, a2, a3 = self.context
+        time = _interpolate(tokens, self.tokens, self.base_ms)
+        time = time + np.where(context > 0, a0 + a1 * tokens + a2 * sequences * context, 0.0)
+        time = time + a3 * tokens * (context + self.own_share * length)
+        return np.maximum(time, self.least_ms)
+
+
+def _interpolate(x: Floats, corners: tuple[float, ...], values: tuple[float, ...]) -> Floats:
+    """Piecewise linear, going on beyond the last corner as before it."""
+    inside: Floats = np.interp(x, corners, values)
+    if len(corners) < 2:
+        return inside
+    slope = (values[-1] - values[-2]) / (corners[-1] - corners[-2])
+    return inside + np.maximum(x - corners[-1], 0.0) * slope
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One measured stage.
+
+    Attributes:
+        name: ``stage 0``, ``stage 1``, ... or ``first``, ``middle``, ``last``.
+        forward: its forward's time.
+        backward: its backward's time.
+        error: median relative error of forward and backward together on samples that the fit has
+            not seen; None where there are none.
+        errors: the same for every form of fit that was tried.
+        samples: what was measured.
+        memory: what its ranks hold, where it was measured.
+    """
+
+    name: str
+    forward: Fit
+    backward: Fit
+    error: float | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+    memory: StageMemory | None = None
+
+    def time(self, length: Any, context: Any, sequences: Any = 1) -> Floats:
+        """Forward and backward, in ms."""
+        return self.forward(length, context, sequences) + self.backward(length, context, sequences)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The time of a message between two stages: ``latency_ms + bytes * ms_per_byte``.
+
+    Attributes:
+        latency_ms: of a message without content.
+        ms_per_byte: the inverse of the bandwidth.
+        bytes_per_token: what crosses for one token of one sequence, one way.
+        samples: measured ``(bytes, ms)``.
+    """
+
+    latency_ms: float = 0.0
+    ms_per_byte: float = 0.0
+    bytes_per_token: float = 0.0
+    samples: tuple[tuple[float, float], ...] = ()
+
+    def occupied_ms(self, tokens: float) -> float:
+        """How long a message of so many tokens occupies its channel."""
+        return tokens * self.bytes_per_token * self.ms_per_byte
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What slices cost on the stages of a pipeline.
+
+    Attributes:
+        stages: every stage, or one of each kind (:data:`KINDS`), or one that stands for all.
+        seq_length: the longest sequence that was measured, in tokens.
+        transfer: messages between stages.
+        about: what was measured: device, versions, layer shape, dtype, tensor-parallel size.
+    """
+
+    stages: tuple[StageCost, ...]
+    seq_length: int
+    transfer: Transfer = Transfer()
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def time(self, length: Any, context: Any, sequences: Any = 1) -> Any:
+        """Forward and backward of a slice on the slowest stage, in ms.
+
+        Args:
+            length: tokens of the slice.
+            context: tokens before it.
+            sequences: sequences that go together.
+        """
+        times = [stage.time(length, context, sequences) for stage in self.stages]
+        slowest = np.maximum.reduce(times)
+        return slowest if slowest.ndim else float(slowest)
+
+    def stage(self, stage: int, stages: int) -> StageCost:
+        """The costs of one stage of a pipeline.
+
+        Raises:
+            ConfigError: if the file holds other stages than the pipeline has.
+        """
+        if len(self.stages) == 1:
+            return self.stages[0]
+        if tuple(each.name for each in self.stages) == KINDS and stages > 1:
+            return self.stages[0 if stage == 0 else 2 if stage == stages - 1 else 1]
+        if len(self.stages) != stages:
+            raise ConfigError(
+                f"cost: found costs of {len(self.stages)} stages for a pipeline of {stages}, "
+                "allowed are as many; change --stages, or profile that pipeline"
+            )
+        return self.stages[stage]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file, whole or not at all."""
+        write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The file's content."""
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "about": dict(self.about),
+            "seq_length": self.seq_length,
+            "transfer": dataclasses.asdict(self.transfer),
+            "stages": [_stage_to_dict(stage) for stage in self.stages],
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """Reads the file.
+
+        Raises:
+            ConfigError: if it cannot be read, or is no cost file of this version.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cost: found {path}, which cannot be read ({error}), allowed is a file written by "
+                "'terapipe profile'"
+            ) from None
+        return cls.from_dict(content, where=str(path))
+
+    @classmethod
+    def from_dict(cls, content: Any, *, where: str = "a cost model") -> CostModel:
+        """Reads what :meth:`to_dict` gives; raises as :meth:`load`."""
+        found = (content.get("schema"), content.get("version")) if isinstance(content, dict) else ()
+        if found != (SCHEMA, VERSION):
+            raise ConfigError(
+                f"cost: found schema {found} in {where}, allowed is {(SCHEMA, VERSION)}; "
+                "write the file again with 'terapipe profile'"
+            )
+        try:
+            transfer = dict(content["transfer"])
+            transfer["samples"] = tuple((float(n), float(ms)) for n, ms in transfer["samples"])
+            return cls(
+                stages=tuple(_stage_from_dict(stage) for stage in content["stages"]),
+                seq_length=int(content["seq_length"]),
+                transfer=Transfer(**transfer),
+                about=content["about"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"cost: found {where} with a part that is missing or wrong ({error!r}), allowed is "
+                "a file written by 'terapipe profile'"
+            ) from None
+
+    def check_covers(self, seq_length: int) -> None:
+        """Raises if a plan would rest on lengths that were never measured.
+
+        Raises:
+            ConfigError: if ``seq_length`` is longer than what was measured.
+        """
+        if seq_length > self.seq_length:
+            raise ConfigError(
+                f"cost: found measurements up to {self.seq_length} tokens for sequences of "
+                f"{seq_length}, allowed are sequences up to what was measured; change --seq-length "
+                "or profile longer sequences"
+            )
+
+
+def _stage_to_dict(stage: StageCost) -> dict[str, Any]:
+    content = dataclasses.asdict(stage)
+    content["samples"] = [list(sample) for sample in stage.samples]
+    return content
+
+
+def _stage_from_dict(content: Mapping[str, Any]) -> StageCost:
+    memory = content["memory"]
+    return StageCost(
+        name=str(content["name"]),
+        forward=_fit_from_dict(content["forward"]),
+        backward=_fit_from_dict(content["backward"]),
+        error=content["error"],
+        errors=dict(content["errors"]),
+        samples=tuple(Sample(*sample) for sample in content["samples"]),
+        memory=None if memory is None else StageMemory(**memory),
+    )
+
+
+def _fit_from_dict(content: Mapping[str, Any]) -> Fit:
+    values = dict(content)
+    for name in ("tokens", "base_ms", "context"):
+        values[name] = tuple(float(value) for value in values[name])
+    return Fit(**values)
+
+
+__all__ = ["KINDS", "CostModel", "Fit", "Sample", "StageCost", "Transfer"]

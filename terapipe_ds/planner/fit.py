@@ -1,0 +1,177 @@
+"""Fits the cost model to measured slices, and says how well it predicts slices it has not seen.
+
+Forms, from the paper's to what measurements may favour:
+
+- ``paper``: the base as measured without context, then ``a0 + a1 l + a2 c + a3 l c`` by least
+  squares on what context adds;
+- ``joint``: the same model, base and context fitted together, so that slices with context make the
+  base less noisy;
+- ``causal``: as ``joint``, with attention to the slice's own tokens as an ``l^2`` term tied to the
+  context's ``a3`` (each token sees half of its slice on average), so that lengths between the
+  measured ones are not taken for a straight line;
+- ``floor``: as ``causal``, with a base that is flat up to some number of tokens, then a line.
+
+The form with the smallest median error on the held-out samples is taken. Errors are relative, in
+the fit as in the judgement: a short slice counts as much as a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+from .cost import Fit, Sample, StageCost
+from .memory import StageMemory
+
+Floats = NDArray[np.float64]
+
+
+def fit_stage(
+    name: str, samples: Sequence[Sample], *, memory: StageMemory | None = None
+) -> StageCost:
+    """Fits forward and backward of one stage.
+
+    Args:
+        name: of the stage.
+        samples: what was measured, some of it held out, some of it without context.
+        memory: what its ranks hold, to go with it.
+
+    Raises:
+        ConfigError: if there is too little to fit.
+    """
+    seen = [sample for sample in samples if not sample.held_out]
+    if len({sample.length for sample in seen if sample.context == 0}) < 2:
+        raise ConfigError(
+            "cost: found measurements of fewer than 2 lengths without context, allowed are at "
+            "least 2; give the profiler a larger budget"
+        )
+    columns = _Columns.of(seen)
+    fits = {}
+    for form, fit in _FORMS.items():
+        forward = fit(columns, np.array([sample.forward_ms for sample in seen]))
+        backward = fit(columns, np.array([sample.backward_ms for sample in seen]))
+        fits[form] = (forward, backward)
+    held_out = [sample for sample in samples if sample.held_out]
+    errors = {form: median_error(fit, held_out or seen) for form, fit in fits.items()}
+    best = min(errors, key=lambda form: errors[form])
+    forward, backward = fits[best]
+    return StageCost(
+        name=name,
+        forward=forward,
+        backward=backward,
+        error=errors[best] if held_out else None,
+        errors=errors if held_out else {},
+        samples=tuple(samples),
+        memory=memory,
+    )
+
+
+def median_error(fit: tuple[Fit, Fit], samples: Sequence[Sample]) -> float:
+    """Median of ``|predicted - measured| / measured``, forward and backward together."""
+    columns = _Columns.of(samples)
+    predicted = sum(each(columns.length, columns.context, columns.sequences) for each in fit)
+    measured = np.array([sample.forward_ms + sample.backward_ms for sample in samples])
+    return float(np.median(np.abs(predicted - measured) / measured))
+
+
+class _Columns:
+    """Samples as columns."""
+
+    def __init__(self, length: Floats, context: Floats, sequences: Floats) -> None:
+        self.length, self.context, self.sequences = length, context, sequences
+        self.tokens = sequences * length
+        self.has_context = (context > 0).astype(np.float64)
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> _Columns:
+        columns = np.array([sample[:3] for sample in samples], dtype=np.float64)
+        return cls(*columns.T)
+
+    def context_terms(self, own_share: float) -> list[Floats]:
+        """What ``a0 .. a3`` multiply."""
+        return [
+            self.has_context,
+            self.has_context * self.tokens,
+            self.sequences * self.context,
+            self.tokens * (self.context + own_share * self.length),
+        ]
+
+
+def _paper(columns: _Columns, times: Floats) -> Fit:
+    first = columns.context == 0
+    corners = np.unique(columns.tokens[first])
+    base = np.array([np.median(times[first & (columns.tokens == n)]) for n in corners])
+    rest = times - Fit("paper", tuple(corners), tuple(base))(columns.length, 0.0, columns.sequences)
+    context = (0.0, 0.0, 0.0, 0.0)
+    if not first.all():
+        terms = [term[~first] for term in columns.context_terms(0.0)]
+        context = _four(_least_squares(terms, rest[~first], 1 / times[~first]))
+    return Fit("paper", tuple(corners), tuple(base), context, 0.0, _least(times))
+
+
+def _joint(columns: _Columns, times: Floats) -> Fit:
+    return _with_corners("joint", columns, times, own_share=0.0)
+
+
+def _causal(columns: _Columns, times: Floats) -> Fit:
+    return _with_corners("causal", columns, times, own_share=0.5)
+
+
+def _with_corners(form: str, columns: _Columns, times: Floats, *, own_share: float) -> Fit:
+    corners = np.unique(columns.tokens)
+    hats = [np.interp(columns.tokens, corners, row) for row in np.eye(len(corners))]
+    terms = hats + columns.context_terms(own_share)
+    solution = _least_squares(terms, times, 1 / times)
+    base, context = solution[: len(corners)], _four(solution[len(corners) :])
+    return Fit(form, tuple(corners), tuple(base), context, own_share, _least(times))
+
+
+def _floor(columns: _Columns, times: Floats) -> Fit:
+    """A base that is flat up to one of the measured token counts, then a line."""
+    corners = np.unique(columns.tokens)
+    best: tuple[float, Fit] | None = None
+    for knee in corners[:-1]:
+        line = np.maximum(columns.tokens, knee)
+        terms = [np.ones_like(line), line, *columns.context_terms(0.5)]
+        solution = _least_squares(terms, times, 1 / times)
+        g0, g1 = solution[:2]
+        base = tuple(g0 + g1 * n for n in (knee, corners[-1]))
+        fit = Fit("floor", (knee, corners[-1]), base, _four(solution[2:]), 0.5, _least(times))
+        predicted = fit(columns.length, columns.context, columns.sequences)
+        residual = float(np.sum(((predicted - times) / times) ** 2))
+        if best is None or residual < best[0]:
+            best = residual, fit
+    assert best is not None, "at least two token counts"
+    return best[1]
+
+
+_FORMS: dict[str, Callable[[_Columns, Floats], Fit]] = {
+    "paper": _paper,
+    "joint": _joint,
+    "causal": _causal,
+    "floor": _floor,
+}
+
+
+def _least_squares(terms: Sequence[Floats], times: Floats, weights: Floats) -> Floats:
+    matrix = np.stack(terms, axis=1) * weights[:, None]
+    # Columns of one size: the least-norm solution must not prefer a term for its units.
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), np.finfo(np.float64).tiny)
+    solution: Floats = np.linalg.lstsq(matrix / scale, times * weights, rcond=1e-10)[0]
+    return solution / scale
+
+
+def _least(times: Floats) -> float:
+    """Half of the fastest slice: a fit must not go on to nothing below what was measured."""
+    return float(times.min()) / 2
+
+
+def _four(values: Floats) -> tuple[float, float, float, float]:
+    a0, a1, a2, a3 = (float(value) for value in values)
+    return a0, a1, a2, a3
+
+
+__all__ = ["fit_stage", "median_error"]

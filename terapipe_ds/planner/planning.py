@@ -1,0 +1,430 @@
+"""From costs to a plan: the solver's candidates, scored by formula or by simulation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..files import write_text
+from ..schedule.order import Kind, actions
+from ..schedule.simulator import Timeline, simulate_order
+from ..scheme import Group, SliceScheme
+from .cost import CostModel
+from .dp import Cost, solve
+from .memory import GIB
+
+Objective = Literal["paper", "simulate"]
+OBJECTIVES = ("paper", "simulate")
+
+SCHEMA = "terapipe-plan"
+VERSION = 1
+
+# Even cuts that compete with the solver's schemes.
+_EVEN = (1, 2, 4, 8, 16, 32, 64)
+# More schemes of the solver that are scored.
+_KEPT = 6
+# Where a cost knows no forward apart: a backward takes twice as long as a forward.
+_FORWARD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme and what it is thought to take.
+
+    Attributes:
+        scheme: the groups of one micro-batch.
+        latency_ms: of a step, by the plan's objective.
+        bubble: for each stage the idle share, where it was simulated.
+        memory: for each stage the most bytes at any time, where the cost model knows them.
+    """
+
+    scheme: SliceScheme
+    latency_ms: float
+    bubble: list[float] | None = None
+    memory: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen scheme, and what it was chosen against.
+
+    Attributes:
+        scheme: the groups of one micro-batch.
+        latency_ms: of a step, by the objective.
+        objective: ``paper`` or ``simulate``.
+        schedule: the schedule that was planned for.
+        stages: the number of pipeline stages.
+        micro_batches: how often the scheme is repeated in a step.
+        granularity: slice lengths are multiples of this.
+        unsliced: the best that whole sequences can do.
+        runner_up: the next best scheme, if there is another.
+        bubble: for each stage the idle share, where it was simulated.
+        memory: for each stage the most bytes at any time, where the cost model knows them.
+        about: what the costs were measured on.
+    """
+
+    scheme: SliceScheme
+    latency_ms: float
+    objective: Objective
+    schedule: str
+    stages: int
+    micro_batches: int
+    granularity: int
+    unsliced: Candidate
+    runner_up: Candidate | None = None
+    bubble: list[float] | None = None
+    memory: list[float] | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def speedup(self) -> float:
+        """Against the best without slices."""
+        return self.unsliced.latency_ms / self.latency_ms
+
+    def for_deepspeed(self) -> tuple[int, int, SliceScheme]:
+        """The micro-batch size, the accumulation steps, and each micro-batch's scheme.
+
+        Where the plan leaves the micro-batches open (``micro_batches`` is 1), groups that repeat
+        become micro-batches of their own: ``[(1, [776, 640, 632])] * 16`` is 16 of one sequence.
+        """
+        if self.micro_batches > 1:
+            return self.scheme.sequences, self.micro_batches, self.scheme
+        counts = Counter(self.scheme.groups)
+        repeats = math.gcd(*counts.values())
+        once = [group for group, count in counts.items() for _ in range(count // repeats)]
+        scheme = SliceScheme(once)
+        return scheme.sequences, repeats, scheme
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a plan file."""
+        content = {**asdict(replace(self, about={})), "about": dict(self.about)}
+        content["scheme"] = _written(self.scheme)
+        for name in ("unsliced", "runner_up"):
+            candidate = getattr(self, name)
+            if candidate is not None:
+                content[name]["scheme"] = _written(candidate.scheme)
+        return {"schema": SCHEMA, "version": VERSION, **content}
+
+    def save(self, path: str | Path) -> None:
+        """Writes a plan file, whole or not at all."""
+        write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan file.
+
+        Raises:
+            ConfigError: if it cannot be read, or is no plan file of this version.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"plan: found {path}, which cannot be read ({error}), allowed is a file written by "
+                "'terapipe plan --out'"
+            ) from None
+        return cls.from_dict(content, where=str(path))
+
+    @classmethod
+    def from_dict(cls, content: Any, *, where: str = "a plan") -> Plan:
+        """Reads what :meth:`to_dict` gives; raises as :meth:`load`."""
+        found = (content.get("schema"), content.get("version")) if isinstance(content, dict) else ()
+        if found != (SCHEMA, VERSION):
+            raise ConfigError(
+                f"plan: found schema {found} in {where}, allowed is {(SCHEMA, VERSION)}; write the "
+                "file again with 'terapipe plan --out'"
+            )
+        values = {name: value for name, value in content.items() if name not in _HEADER}
+        try:
+            values["scheme"] = SliceScheme(values["scheme"])
+            for name in ("unsliced", "runner_up"):
+                if values[name] is not None:
+                    candidate = dict(values[name])
+                    candidate["scheme"] = SliceScheme(candidate["scheme"])
+                    values[name] = Candidate(**candidate)
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"plan: found {where} with a part that is missing or wrong ({error!r}), allowed is "
+                "a file written by 'terapipe plan --out'"
+            ) from None
+
+
+_HEADER = ("schema", "version")
+
+
+def paper_latency(cost: Cost, scheme: SliceScheme, stages: int, *, micro_batches: int = 1) -> float:
+    """ms of a step by the paper's formula: the sum of all t, plus (K - 1) times the largest t.
+
+    Args:
+        cost: times of slices, forward and backward together.
+        scheme: the groups of a micro-batch.
+        stages: K.
+        micro_batches: how often the scheme is repeated.
+    """
+    times = [
+        float(cost.time(tokens.length, tokens.start, group.sequences))
+        for group in scheme.groups
+        for tokens in group.ranges()
+    ]
+    return micro_batches * math.fsum(times) + (stages - 1) * max(times)
+
+
+def plan(
+    cost: Cost,
+    *,
+    seq_length: int,
+    stages: int,
+    sequences: int,
+    granularity: int = 8,
+    objective: Objective = "paper",
+    schedule: str = "1f1b",
+    micro_batches: int = 1,
+    epsilon: float = 0.0,
+    memory_bytes: float | None = None,
+) -> Plan:
+    """The best scheme for a micro-batch of ``sequences`` sequences.
+
+    Args:
+        cost: anything with the ``time`` of a :class:`~terapipe_ds.planner.CostModel`. A
+            ``CostModel`` also knows stages apart, forward and backward apart, transfers and memory;
+            for others all stages are alike, a forward is a third, and transfers take no time.
+        seq_length: tokens of a sequence.
+        stages: the number of pipeline stages.
+        sequences: sequences of a micro-batch; with ``micro_batches=1``, all those of a step.
+        granularity: slice lengths are multiples of this many tokens (the last one of a sequence
+            takes what is left).
+        objective: ``paper`` minimises the sum of all t plus (K - 1) times the largest t, to the
+            exact optimum. ``simulate`` scores the solver's best schemes, and even ones, by the
+            simulated makespan of the schedule with each stage's own costs.
+        schedule: the schedule to simulate, and whose memory is counted.
+        micro_batches: how often the scheme is repeated in a step.
+        epsilon: in ms, see :func:`~terapipe_ds.planner.dp.solve`.
+        memory_bytes: plans that need more on any stage are dropped.
+
+    Raises:
+        ConfigError: if an argument is impossible, or no plan fits in memory.
+    """
+    _check(seq_length, stages, sequences, granularity, objective, micro_batches, epsilon)
+    if isinstance(cost, CostModel):
+        cost.check_covers(seq_length)
+    if memory_bytes is not None and not _knows_memory(cost, stages):
+        raise ConfigError(
+            "plan: found a memory limit for costs that do not say what a stage holds, allowed is a "
+            "cost file with memory; drop --memory, or profile with 'terapipe profile'"
+        )
+    optimum = solve(
+        cost,
+        seq_length=seq_length,
+        stages=stages,
+        sequences=sequences,
+        granularity=granularity,
+        micro_batches=micro_batches,
+        epsilon=epsilon,
+        keep=_KEPT,
+    )
+    even = list(_even_schemes(seq_length, sequences, granularity))
+    schemes = [optimum.scheme, *optimum.others, *even]
+    scorer = _Scorer(cost, stages, schedule, micro_batches, objective)
+    candidates = [scorer.score(scheme) for scheme in dict.fromkeys(schemes)]
+    unsliced = min((c for c in candidates if _is_unsliced(c.scheme)), key=_latency)
+    if memory_bytes is not None:
+        candidates = _fitting(candidates, memory_bytes)
+    # Where two take the same time, the one with fewer slices.
+    candidates.sort(key=lambda c: (c.latency_ms, sum(c.scheme.slices)))
+    best = candidates[0]
+    return Plan(
+        scheme=best.scheme,
+        latency_ms=best.latency_ms,
+        objective=objective,
+        schedule=schedule,
+        stages=stages,
+        micro_batches=micro_batches,
+        granularity=granularity,
+        unsliced=unsliced,
+        runner_up=candidates[1] if len(candidates) > 1 else None,
+        bubble=best.bubble,
+        memory=best.memory,
+        about=dict(cost.about) if isinstance(cost, CostModel) else {},
+    )
+
+
+def predict(
+    cost: Cost, scheme: SliceScheme, *, stages: int, schedule: str, micro_batches: int = 1
+) -> Timeline:
+    """Simulates a step of a scheme with each stage's own costs.
+
+    Args:
+        cost: as for :func:`plan`.
+        scheme: the groups of a micro-batch.
+        stages: the number of pipeline stages.
+        schedule: its name.
+        micro_batches: how often the scheme is repeated.
+    """
+    groups = scheme.groups * micro_batches
+    order = actions(schedule, stages, len(groups), [len(group.lengths) for group in groups])
+    times = [_group_times(cost, stage, stages, scheme) for stage in range(stages)]
+
+    def duration(stage: int, kind: Kind, micro_batch: int, index: int) -> float:
+        forward, backward = times[stage][groups[micro_batch]]
+        return forward[index] if kind == "F" else backward[index]
+
+    if not isinstance(cost, CostModel):
+        return simulate_order(order, duration)
+
+    def transfer(stage: int, kind: Kind, micro_batch: int, index: int) -> float:
+        group = groups[micro_batch]
+        return cost.transfer.occupied_ms(group.sequences * group.lengths[index])
+
+    return simulate_order(order, duration, transfer=transfer, latency_ms=cost.transfer.latency_ms)
+
+
+def peak_memory(
+    cost: CostModel, scheme: SliceScheme, *, stages: int, schedule: str, micro_batches: int = 1
+) -> list[float] | None:
+    """For each stage the most bytes at any time of a step; None if the costs do not know."""
+    if not _knows_memory(cost, stages):
+        return None
+    groups = scheme.groups * micro_batches
+    order = actions(schedule, stages, len(groups), [len(group.lengths) for group in groups])
+    peaks = []
+    for stage, row in enumerate(order):
+        memory = cost.stage(stage, stages).memory
+        assert memory is not None
+        peaks.append(memory.peak(row, groups))
+    return peaks
+
+
+class _Scorer:
+    def __init__(
+        self, cost: Cost, stages: int, schedule: str, micro_batches: int, objective: Objective
+    ) -> None:
+        self.cost, self.objective = cost, objective
+        self.step: dict[str, Any] = {
+            "stages": stages,
+            "schedule": schedule,
+            "micro_batches": micro_batches,
+        }
+
+    def score(self, scheme: SliceScheme) -> Candidate:
+        memory = None
+        if isinstance(self.cost, CostModel):
+            memory = peak_memory(self.cost, scheme, **self.step)
+        if self.objective == "simulate":
+            timeline = predict(self.cost, scheme, **self.step)
+            return Candidate(scheme, timeline.makespan_ms, timeline.bubble, memory)
+        latency = paper_latency(
+            self.cost, scheme, self.step["stages"], micro_batches=self.step["micro_batches"]
+        )
+        return Candidate(scheme, latency, None, memory)
+
+
+def _group_times(
+    cost: Cost, stage: int, stages: int, scheme: SliceScheme
+) -> dict[Group, tuple[list[float], list[float]]]:
+    """Forward and backward of every slice of every group of the scheme, on one stage."""
+    times = {}
+    for group in set(scheme.groups):
+        lengths = np.array(group.lengths)
+        contexts = np.array([tokens.start for tokens in group.ranges()])
+        if isinstance(cost, CostModel):
+            at = cost.stage(stage, stages)
+            forward = at.forward(lengths, contexts, group.sequences)
+            backward = at.backward(lengths, contexts, group.sequences)
+        else:
+            both = np.asarray(cost.time(lengths, contexts, group.sequences), dtype=np.float64)
+            forward, backward = both * _FORWARD_SHARE, both * (1 - _FORWARD_SHARE)
+        times[group] = forward.tolist(), backward.tolist()
+    return times
+
+
+def _even_schemes(seq_length: int, sequences: int, granularity: int) -> Iterator[SliceScheme]:
+    """Even cuts on the grid, for every way to group the sequences evenly."""
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    steps, rest = divmod(seq_length, granularity)
+    for count in _EVEN:
+        if count > max(1, steps):
+            return
+        length, longer = divmod(steps, count)
+        lengths = [granularity * (length + (index < longer)) for index in range(count)]
+        lengths[-1] += rest
+        for size in sizes:
+            yield SliceScheme([(size, lengths)] * (sequences // size))
+
+
+def _fitting(candidates: Iterable[Candidate], memory_bytes: float) -> list[Candidate]:
+    needs = [(max(c.memory or [math.inf]), c) for c in candidates]
+    fitting = [candidate for need, candidate in needs if need <= memory_bytes]
+    if not fitting:
+        least, candidate = min(needs, key=lambda entry: entry[0])
+        raise ConfigError(
+            f"plan: found no plan that fits in {memory_bytes / GIB:.2f} GiB, the leanest "
+            f"({candidate.scheme}) needs {least / GIB:.2f} GiB; raise --memory, use more stages, "
+            "ZeRO-1 or activation checkpointing"
+        )
+    return fitting
+
+
+def _is_unsliced(scheme: SliceScheme) -> bool:
+    return max(scheme.slices) == 1
+
+
+def _knows_memory(cost: Cost, stages: int) -> bool:
+    return isinstance(cost, CostModel) and all(
+        cost.stage(stage, stages).memory is not None for stage in range(stages)
+    )
+
+
+def _latency(candidate: Candidate) -> float:
+    return candidate.latency_ms
+
+
+def _written(scheme: SliceScheme) -> list[Any]:
+    return [[sequences, lengths] for sequences, lengths in scheme]
+
+
+def _check(
+    seq_length: int,
+    stages: int,
+    sequences: int,
+    granularity: int,
+    objective: str,
+    micro_batches: int,
+    epsilon: float,
+) -> None:
+    numbers = {
+        "seq_length": seq_length,
+        "stages": stages,
+        "sequences": sequences,
+        "granularity": granularity,
+        "micro_batches": micro_batches,
+    }
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise ConfigError(
+                f"plan: found {name} {number!r}, allowed are integers of at least 1; change {name}"
+            )
+    if objective not in OBJECTIVES:
+        raise ConfigError(
+            f"plan: found objective {objective!r}, allowed are {', '.join(map(repr, OBJECTIVES))}"
+        )
+    if not 0.0 <= epsilon < math.inf:
+        raise ConfigError(f"plan: found epsilon {epsilon!r}, allowed is a time of at least 0 ms")
+
+
+__all__ = [
+    "Candidate",
+    "Plan",
+    "paper_latency",
+    "peak_memory",
+    "plan",
+    "predict",
+]
