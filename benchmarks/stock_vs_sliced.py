@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from launching import launch, pin_to_core
 
 SEQ_LENGTH = 2048
 HIDDEN = 512
@@ -35,10 +35,8 @@ TARGET_OVERHEAD = 0.03
 def main() -> None:
     args = _arguments()
     if "RANK" not in os.environ:
-        sys.exit(_launch(args))
-    # Before torch starts its threads.
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+        sys.exit(launch(__file__, STAGES))
+    pin_to_core()
     result = _measure(args)
     if result is None:
         return
@@ -61,27 +59,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each engine")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     return parser.parse_args()
-
-
-def _launch(args: argparse.Namespace) -> int:
-    """Starts this file on two ranks with DeepSpeed's launcher."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [
-        str(launcher),
-        f"--num_gpus={STAGES}",
-        f"--master_port={port}",
-        str(Path(__file__).resolve()),
-        f"--slices={args.slices}",
-        f"--repeats={args.repeats}",
-    ]
-    if args.json is not None:
-        command.append(f"--json={args.json.resolve()}")
-    path = f"{launcher.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path}
-    return subprocess.run(command, env={**os.environ, **settings}, check=False).returncode
 
 
 @dataclass
@@ -113,7 +90,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any] | None:
         ("one slice", {"slices": 1}),
         ("sliced", {"slices": args.slices}),
     ):
-        module = _model()
+        module = model()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -138,7 +115,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any] | None:
     return _result(contenders, attention, args) if rank == 0 else None
 
 
-def _model() -> Any:
+def model() -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from terapipe_ds.models.gpt import gpt_pipeline

@@ -37,6 +37,15 @@ class TeraPipeConfig(BaseModel):
     granularity: int = Field(8, ge=1, strict=True)
     """Planned slice lengths are multiples of this many tokens; explicit lengths may be any."""
 
+    replan: bool = Field(False, strict=True)
+    """With ``"auto"``: plan anew on resume, instead of using the plan in the checkpoint."""
+
+    profile_budget_s: float = Field(60.0, gt=0, strict=True, allow_inf_nan=False)
+    """With ``"auto"``: seconds for measuring the stages, where no earlier measurement serves."""
+
+    memory_gib: float | None = Field(None, gt=0, strict=True, allow_inf_nan=False)
+    """With ``"auto"``: plans that need more on a rank are dropped; a GPU's own memory if None."""
+
     timeout_s: float = Field(1800.0, gt=0, strict=True, allow_inf_nan=False)
     """Seconds that a rank may wait for another before the job is ended."""
 

@@ -33,6 +33,11 @@ class TokenRange:
     def is_last(self) -> bool:
         return self.stop == self.total
 
+    @property
+    def as_slice(self) -> slice:
+        """For indexing along the tokens."""
+        return slice(self.start, self.stop)
+
 
 @dataclass(frozen=True)
 class Group:

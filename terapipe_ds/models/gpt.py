@@ -7,7 +7,8 @@ Shapes: ``b`` sequences, ``l`` tokens of a slice (``L`` of the whole sequence), 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -366,7 +367,19 @@ def _adapter(
         mean_over_valid_tokens=loss_is_token_mean,
         token_weights=lambda labels: labels[1],
         check=_check_stage,
+        keep_random_state=_keep_random_state,
     )
+
+
+@contextmanager
+def _keep_random_state() -> Iterator[None]:
+    """Puts the states of megatron's tracker back."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states = tracker.get_states()
+    try:
+        yield
+    finally:
+        tracker.set_states(states)
 
 
 def _count_once_in_norm(module: PipelineModule) -> None:

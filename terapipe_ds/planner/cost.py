@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,16 +50,19 @@ class Sample(NamedTuple):
 class Fit:
     """The time of one direction of one stage.
 
-    ``t(l, c, b) = g(b l) + 1[c > 0] (a0 + a1 b l + a2 b c) + a3 b (l c + s l^2)``, where ``g`` is
-    piecewise linear through ``(tokens, base_ms)``. This is the paper's model (section 3.3: a
-    measured base, and ``a0 + a1 l + a2 c + a3 l c`` for the context) for ``s = 0`` and one
-    sequence; ``s = 1/2`` counts the slice's attention to its own tokens as what it is.
+    ``t(l, c, b) = g(b l) + 1[c > 0] (a0 + a1 b l) + b p(l) (c + s l)``: a base ``g``, what having
+    a context adds, and the price ``p`` of a context token, both piecewise linear. With
+    ``p(l) = a2 + a3 l``, ``s = 0`` and one sequence this is the paper's model (section 3.3: a
+    measured base, and ``a0 + a1 l + a2 c + a3 l c`` for the context). ``s = 1/2`` takes a slice's
+    attention to its own tokens out of the base: each sees half of them on average.
 
     Attributes:
         form: how it was fitted, see ``fit.py``.
         tokens: ``b l`` at the corners of ``g``.
         base_ms: ``g`` there.
-        context: ``a0 .. a3``.
+        jump: ``a0`` and ``a1``.
+        lengths: ``l`` at the corners of ``p``.
+        price_ms: ``p`` there, in ms a context token of one sequence.
         own_share: ``s``.
         least_ms: times are at least this.
     """
@@ -66,21 +70,23 @@ class Fit:
     form: str
     tokens: tuple[float, ...]
     base_ms: tuple[float, ...]
-    context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    jump: tuple[float, float] = (0.0, 0.0)
+    lengths: tuple[float, ...] = (0.0,)
+    price_ms: tuple[float, ...] = (0.0,)
     own_share: float = 0.0
     least_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        rising = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
-        if not self.tokens or len(self.tokens) != len(self.base_ms) or not rising:
-            raise ConfigError(
-                f"cost: found a fit with {len(self.tokens)} token counts and {len(self.base_ms)} "
-                "times, allowed are as many of both, the token counts rising"
-            )
-        if len(self.context) != 4:
-            raise ConfigError(
-                f"cost: found {len(self.context)} context coefficients, allowed are 4"
-            )
+        for what, corners, values in (
+            ("token counts", self.tokens, self.base_ms),
+            ("lengths", self.lengths, self.price_ms),
+        ):
+            rising = all(a < b for a, b in pairwise(corners))
+            if not corners or len(corners) != len(values) or not rising:
+                raise ConfigError(
+                    f"cost: found a fit with {len(corners)} {what} and {len(values)} times, "
+                    f"allowed are as many of both, the {what} rising"
+                )
 
     def __call__(self, length: Any, context: Any, sequences: Any = 1) -> Floats:
         """ms; scalars or arrays, broadcast."""
@@ -88,15 +94,19 @@ class Fit:
             np.asarray(value, dtype=np.float64) for value in (length, context, sequences)
         )
         tokens = sequences * length
-        a0, a1, a2, a3 = self.context
-        time = _interpolate(tokens, self.tokens, self.base_ms)
-        time = time + np.where(context > 0, a0 + a1 * tokens + a2 * sequences * context, 0.0)
-        time = time + a3 * tokens * (context + self.own_share * length)
-        return np.maximum(time, self.least_ms)
+        a0, a1 = self.jump
+        price = interpolate(length, self.lengths, self.price_ms)
+        time: Floats = interpolate(tokens, self.tokens, self.base_ms)
+        time = time + np.where(context > 0, a0 + a1 * tokens, 0.0)
+        time = time + sequences * price * (context + self.own_share * length)
+        bounded: Floats = np.maximum(time, self.least_ms)
+        return bounded
 
 
-def _interpolate(x: Floats, corners: tuple[float, ...], values: tuple[float, ...]) -> Floats:
-    """Piecewise linear, going on beyond the last corner as before it."""
+def interpolate(
+    x: Floats, corners: Sequence[float] | Floats, values: Sequence[float] | Floats
+) -> Floats:
+    """Piecewise linear, going on beyond the last corner as before it, flat before the first."""
     inside: Floats = np.interp(x, corners, values)
     if len(corners) < 2:
         return inside
@@ -147,6 +157,23 @@ class Transfer:
     ms_per_byte: float = 0.0
     bytes_per_token: float = 0.0
     samples: tuple[tuple[float, float], ...] = ()
+
+    @classmethod
+    def fitted(
+        cls, links: Sequence[Sequence[tuple[float, float]]], *, bytes_per_token: float
+    ) -> Transfer:
+        """From measured ``(bytes, ms)``, the same sizes on every link; the median over links."""
+        columns = list(zip(*links, strict=True))
+        samples = [(column[0][0], float(np.median([ms for _, ms in column]))) for column in columns]
+        size, ms = np.array(samples, dtype=np.float64).T
+        matrix = np.stack([np.ones_like(size), size], axis=1) / ms[:, None]
+        latency, per_byte = np.linalg.lstsq(matrix, np.ones_like(ms), rcond=None)[0]
+        return cls(
+            latency_ms=max(0.0, float(latency)),
+            ms_per_byte=max(0.0, float(per_byte)),
+            bytes_per_token=bytes_per_token,
+            samples=tuple(samples),
+        )
 
     def occupied_ms(self, tokens: float) -> float:
         """How long a message of so many tokens occupies its channel."""
@@ -288,7 +315,7 @@ def _stage_from_dict(content: Mapping[str, Any]) -> StageCost:
 
 def _fit_from_dict(content: Mapping[str, Any]) -> Fit:
     values = dict(content)
-    for name in ("tokens", "base_ms", "context"):
+    for name in ("tokens", "base_ms", "jump", "lengths", "price_ms"):
         values[name] = tuple(float(value) for value in values[name])
     return Fit(**values)
 

@@ -16,6 +16,7 @@ any table of times, monotone or not.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,6 +78,7 @@ def solve(
     micro_batches: int = 1,
     epsilon: float = 0.0,
     keep: int = 0,
+    group_sizes: Sequence[int] | None = None,
 ) -> Optimum:
     """The scheme that minimises ``micro_batches * sum of t + (stages - 1) * max of t``.
 
@@ -90,8 +92,20 @@ def solve(
         epsilon: in ms; the result is within ``stages * epsilon`` of the optimum (the paper's
             guarantee). 0 for the optimum itself.
         keep: how many other schemes to return.
+        group_sizes: how many sequences may go together; any number if None.
+
+    Raises:
+        ConfigError: if a time is negative or not finite, or groups of these sizes cannot cover the
+            sequences.
     """
-    tables = _Tables.of(cost, seq_length=seq_length, sequences=sequences, granularity=granularity)
+    sizes = range(1, sequences + 1) if group_sizes is None else group_sizes
+    tables = _Tables.of(
+        cost,
+        seq_length=seq_length,
+        sequences=sequences,
+        granularity=granularity,
+        sizes=[size for size in sizes if 1 <= size <= sequences],
+    )
     weight = stages - 1
     search = _Search(tables, micro_batches, weight, epsilon)
     search.run()
@@ -125,6 +139,11 @@ class _Search:
     def run(self) -> None:
         sums, peaks = self.tables.solve(np.array([math.inf]))
         self._meet(sums[0], peaks[0])
+        if self.best == math.inf:
+            raise ConfigError(
+                f"plan: found group sizes that cannot cover {self.tables.sequences} sequences, "
+                "allowed are sizes that add up to it; change group_sizes or the number of sequences"
+            )
         if self.weight == 0:
             self._down_to(math.inf, sums[0], peaks[0])
             return
@@ -203,14 +222,22 @@ class _Tables:
     """``shortest[b - 1, s]``: the least time of slices that span ``s`` positions or more."""
 
     @classmethod
-    def of(cls, cost: Cost, *, seq_length: int, sequences: int, granularity: int) -> _Tables:
+    def of(
+        cls,
+        cost: Cost,
+        *,
+        seq_length: int,
+        sequences: int,
+        granularity: int,
+        sizes: Sequence[int],
+    ) -> _Tables:
         positions = np.append(np.arange(0, seq_length, granularity), seq_length)
         count = len(positions)
         j, i = np.tril_indices(count, -1)
         times = np.full((sequences, count, count), math.inf)
         lengths, contexts = positions[j] - positions[i], positions[i]
         shortest = np.full((sequences, count + 1), math.inf)
-        for b in range(1, sequences + 1):
+        for b in sizes:
             found = np.asarray(cost.time(lengths, contexts, b), dtype=np.float64)
             if not (np.isfinite(found).all() and (found >= 0).all()):
                 raise ConfigError(

@@ -6,10 +6,12 @@ Forms, from the paper's to what measurements may favour:
   squares on what context adds;
 - ``joint``: the same model, base and context fitted together, so that slices with context make the
   base less noisy;
-- ``causal``: as ``joint``, with attention to the slice's own tokens as an ``l^2`` term tied to the
-  context's ``a3`` (each token sees half of its slice on average), so that lengths between the
-  measured ones are not taken for a straight line;
-- ``floor``: as ``causal``, with a base that is flat up to some number of tokens, then a line.
+- ``causal``: as ``joint``, with attention to a slice's own tokens as an ``l^2`` term tied to the
+  context's (each token sees half of its slice on average), so that lengths between the measured
+  ones are not taken for a straight line;
+- ``floor``: as ``causal``, with a base that is flat up to some number of tokens, then a line;
+- ``table``: as ``causal``, with a price of context for each measured length instead of
+  ``a2 + a3 l``, for attention kernels that change their tiling with the length.
 
 The form with the smallest median error on the held-out samples is taken. Errors are relative, in
 the fit as in the judgement: a short slice counts as much as a long one.
@@ -23,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
-from .cost import Fit, Sample, StageCost
+from .cost import Fit, Sample, StageCost, interpolate
 from .memory import StageMemory
 
 Floats = NDArray[np.float64]
+Prices = Sequence[float] | Floats
 
 
 def fit_stage(
@@ -90,43 +93,67 @@ class _Columns:
         columns = np.array([sample[:3] for sample in samples], dtype=np.float64)
         return cls(*columns.T)
 
-    def context_terms(self, own_share: float) -> list[Floats]:
-        """What ``a0 .. a3`` multiply."""
-        return [
-            self.has_context,
-            self.has_context * self.tokens,
-            self.sequences * self.context,
-            self.tokens * (self.context + own_share * self.length),
-        ]
+    def jump_terms(self) -> list[Floats]:
+        """What ``a0`` and ``a1`` multiply."""
+        return [self.has_context, self.has_context * self.tokens]
+
+    def price_terms(self, corners: Prices, own_share: float) -> list[Floats]:
+        """What the price at each corner multiplies."""
+        seen = self.sequences * (self.context + own_share * self.length)
+        return [interpolate(self.length, corners, row) * seen for row in np.eye(len(corners))]
+
+
+# Two corners make the line a2 + a3 l; it goes on beyond the second.
+_LINE = (0.0, 1024.0)
 
 
 def _paper(columns: _Columns, times: Floats) -> Fit:
     first = columns.context == 0
     corners = np.unique(columns.tokens[first])
     base = np.array([np.median(times[first & (columns.tokens == n)]) for n in corners])
+    if first.all():
+        return _fit("paper", times, corners, base)
     rest = times - Fit("paper", tuple(corners), tuple(base))(columns.length, 0.0, columns.sequences)
-    context = (0.0, 0.0, 0.0, 0.0)
-    if not first.all():
-        terms = [term[~first] for term in columns.context_terms(0.0)]
-        context = _four(_least_squares(terms, rest[~first], 1 / times[~first]))
-    return Fit("paper", tuple(corners), tuple(base), context, 0.0, _least(times))
+    terms = columns.jump_terms() + columns.price_terms(_LINE, 0.0)
+    solution = _least_squares([term[~first] for term in terms], rest[~first], 1 / times[~first])
+    return _fit("paper", times, corners, base, solution, _LINE)
 
 
 def _joint(columns: _Columns, times: Floats) -> Fit:
-    return _with_corners("joint", columns, times, own_share=0.0)
+    return _with_corners("joint", columns, times, _LINE, own_share=0.0)
 
 
 def _causal(columns: _Columns, times: Floats) -> Fit:
-    return _with_corners("causal", columns, times, own_share=0.5)
+    return _with_corners("causal", columns, times, _LINE, own_share=0.5)
 
 
-def _with_corners(form: str, columns: _Columns, times: Floats, *, own_share: float) -> Fit:
-    corners = np.unique(columns.tokens)
+def _table(columns: _Columns, times: Floats) -> Fit:
+    lengths = np.unique(columns.length[columns.context > 0])
+    # A price needs two contexts to be told from the base.
+    known = [n for n in lengths if len(np.unique(columns.context[columns.length == n])) > 1]
+    prices = _apart(np.array(known)) if len(known) > 1 else np.array(_LINE)
+    prices = prices if len(prices) > 1 else np.array(_LINE)
+    return _with_corners("table", columns, times, prices, own_share=0.5)
+
+
+def _with_corners(
+    form: str, columns: _Columns, times: Floats, prices: Prices, *, own_share: float
+) -> Fit:
+    corners = _apart(columns.tokens)
     hats = [np.interp(columns.tokens, corners, row) for row in np.eye(len(corners))]
-    terms = hats + columns.context_terms(own_share)
+    terms = hats + columns.jump_terms() + columns.price_terms(prices, own_share)
     solution = _least_squares(terms, times, 1 / times)
-    base, context = solution[: len(corners)], _four(solution[len(corners) :])
-    return Fit(form, tuple(corners), tuple(base), context, own_share, _least(times))
+    base, rest = solution[: len(corners)], solution[len(corners) :]
+    return _fit(form, times, corners, base, rest, prices, own_share)
+
+
+def _apart(values: Floats) -> Floats:
+    """The different values, without those that are almost the same as one before."""
+    kept: list[float] = []
+    for value in np.unique(values):
+        if not kept or value > kept[-1] * 1.05:
+            kept.append(float(value))
+    return np.array(kept)
 
 
 def _floor(columns: _Columns, times: Floats) -> Fit:
@@ -135,11 +162,12 @@ def _floor(columns: _Columns, times: Floats) -> Fit:
     best: tuple[float, Fit] | None = None
     for knee in corners[:-1]:
         line = np.maximum(columns.tokens, knee)
-        terms = [np.ones_like(line), line, *columns.context_terms(0.5)]
+        terms = [np.ones_like(line), line]
+        terms += columns.jump_terms() + columns.price_terms(_LINE, 0.5)
         solution = _least_squares(terms, times, 1 / times)
-        g0, g1 = solution[:2]
-        base = tuple(g0 + g1 * n for n in (knee, corners[-1]))
-        fit = Fit("floor", (knee, corners[-1]), base, _four(solution[2:]), 0.5, _least(times))
+        ends = np.array([knee, corners[-1]])
+        base = solution[0] + solution[1] * ends
+        fit = _fit("floor", times, ends, base, solution[2:], _LINE, 0.5)
         predicted = fit(columns.length, columns.context, columns.sequences)
         residual = float(np.sum(((predicted - times) / times) ** 2))
         if best is None or residual < best[0]:
@@ -153,6 +181,7 @@ _FORMS: dict[str, Callable[[_Columns, Floats], Fit]] = {
     "joint": _joint,
     "causal": _causal,
     "floor": _floor,
+    "table": _table,
 }
 
 
@@ -161,17 +190,32 @@ def _least_squares(terms: Sequence[Floats], times: Floats, weights: Floats) -> F
     # Columns of one size: the least-norm solution must not prefer a term for its units.
     scale = np.maximum(np.linalg.norm(matrix, axis=0), np.finfo(np.float64).tiny)
     solution: Floats = np.linalg.lstsq(matrix / scale, times * weights, rcond=1e-10)[0]
-    return solution / scale
+    unscaled: Floats = solution / scale
+    return unscaled
 
 
-def _least(times: Floats) -> float:
-    """Half of the fastest slice: a fit must not go on to nothing below what was measured."""
-    return float(times.min()) / 2
-
-
-def _four(values: Floats) -> tuple[float, float, float, float]:
-    a0, a1, a2, a3 = (float(value) for value in values)
-    return a0, a1, a2, a3
+def _fit(
+    form: str,
+    times: Floats,
+    corners: Floats,
+    base: Floats,
+    rest: Floats | None = None,
+    prices: Prices = (0.0,),
+    own_share: float = 0.0,
+) -> Fit:
+    """A fit from a solution: ``rest`` is ``a0, a1`` and the prices."""
+    solved = [0.0] * (2 + len(prices)) if rest is None else [float(value) for value in rest]
+    return Fit(
+        form=form,
+        tokens=tuple(float(n) for n in corners),
+        base_ms=tuple(float(ms) for ms in base),
+        jump=(solved[0], solved[1]),
+        lengths=tuple(float(length) for length in prices),
+        price_ms=tuple(solved[2:]),
+        own_share=own_share,
+        # Not down to nothing below what was measured.
+        least_ms=float(times.min()) / 2,
+    )
 
 
 __all__ = ["fit_stage", "median_error"]

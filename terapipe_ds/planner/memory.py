@@ -69,4 +69,18 @@ class StageMemory:
         return peak
 
 
-__all__ = ["GIB", "StageMemory"]
+def optimizer_bytes(parameters: int, *, half: bool, replicas: int = 1) -> float:
+    """What Adam keeps for so many parameters on one rank.
+
+    Two fp32 moments; with 16-bit parameters also an fp32 copy of them and of their gradients, as
+    DeepSpeed's BF16 and ZeRO-1 optimizers hold them.
+
+    Args:
+        parameters: trained on this rank.
+        half: whether they have 16 bits.
+        replicas: data-parallel ranks that share the state (ZeRO-1); 1 where each has its own.
+    """
+    return parameters * (16.0 if half else 8.0) / replicas
+
+
+__all__ = ["GIB", "StageMemory", "optimizer_bytes"]

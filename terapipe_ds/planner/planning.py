@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -88,6 +88,20 @@ class Plan:
     def speedup(self) -> float:
         """Against the best without slices."""
         return self.unsliced.latency_ms / self.latency_ms
+
+    def or_unsliced(self, least_gain: float) -> Plan:
+        """This plan, or no slicing where the plan is thought faster by a smaller share."""
+        if self.unsliced.latency_ms - self.latency_ms > least_gain * self.unsliced.latency_ms:
+            return self
+        best = self.unsliced
+        return replace(
+            self,
+            scheme=best.scheme,
+            latency_ms=best.latency_ms,
+            bubble=best.bubble,
+            memory=best.memory,
+            runner_up=Candidate(self.scheme, self.latency_ms, self.bubble, self.memory),
+        )
 
     def for_deepspeed(self) -> tuple[int, int, SliceScheme]:
         """The micro-batch size, the accumulation steps, and each micro-batch's scheme.
@@ -190,6 +204,7 @@ def plan(
     micro_batches: int = 1,
     epsilon: float = 0.0,
     memory_bytes: float | None = None,
+    group_sizes: Sequence[int] | None = None,
 ) -> Plan:
     """The best scheme for a micro-batch of ``sequences`` sequences.
 
@@ -209,6 +224,7 @@ def plan(
         micro_batches: how often the scheme is repeated in a step.
         epsilon: in ms, see :func:`~terapipe_ds.planner.dp.solve`.
         memory_bytes: plans that need more on any stage are dropped.
+        group_sizes: how many sequences may go together; any number if None.
 
     Raises:
         ConfigError: if an argument is impossible, or no plan fits in memory.
@@ -230,12 +246,15 @@ def plan(
         micro_batches=micro_batches,
         epsilon=epsilon,
         keep=_KEPT,
+        group_sizes=group_sizes,
     )
-    even = list(_even_schemes(seq_length, sequences, granularity))
+    even = list(_even_schemes(seq_length, sequences, granularity, group_sizes))
     schemes = [optimum.scheme, *optimum.others, *even]
     scorer = _Scorer(cost, stages, schedule, micro_batches, objective)
     candidates = [scorer.score(scheme) for scheme in dict.fromkeys(schemes)]
-    unsliced = min((c for c in candidates if _is_unsliced(c.scheme)), key=_latency)
+    unsliced = min(
+        (c for c in candidates if _is_unsliced(c.scheme)), key=_latency, default=candidates[0]
+    )
     if memory_bytes is not None:
         candidates = _fitting(candidates, memory_bytes)
     # Where two take the same time, the one with fewer slices.
@@ -346,9 +365,12 @@ def _group_times(
     return times
 
 
-def _even_schemes(seq_length: int, sequences: int, granularity: int) -> Iterator[SliceScheme]:
+def _even_schemes(
+    seq_length: int, sequences: int, granularity: int, group_sizes: Sequence[int] | None
+) -> Iterator[SliceScheme]:
     """Even cuts on the grid, for every way to group the sequences evenly."""
-    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    allowed = range(1, sequences + 1) if group_sizes is None else group_sizes
+    sizes = [size for size in allowed if sequences % size == 0]
     steps, rest = divmod(seq_length, granularity)
     for count in _EVEN:
         if count > max(1, steps):

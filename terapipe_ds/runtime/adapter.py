@@ -7,6 +7,7 @@ A ``PipelineModule`` carries its adapter in the attribute ``token_slice_adapter`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,13 @@ class TensorDims:
         tensor = tensor.narrow(self.batch, rows.start, rows.stop - rows.start)
         return tensor.narrow(self.sequence, tokens.start, tokens.stop - tokens.start)
 
+    def tile(self, tensor: Tensor, sequences: int, tokens: int) -> Tensor:
+        """A copy of a given size, with the tensor's entries over and over."""
+        for dim, size in ((self.batch, sequences), (self.sequence, tokens)):
+            index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
+            tensor = tensor.index_select(dim, index)
+        return tensor
+
 
 Dims = TensorDims | None
 """None marks a tensor that every slice gets whole, such as a constant table."""
@@ -51,6 +59,8 @@ class SequenceAdapter:
         token_weights: from the labels, a tensor ``[sequences, tokens]`` of each token's weight in
             that mean (a loss mask), or None where all count alike.
         check: raises :class:`ConfigError` if this stage's layers cannot be sliced.
+        keep_random_state: a context manager that puts random states back, other than torch's own,
+            where the model has any.
     """
 
     inputs: Sequence[Dims]
@@ -60,6 +70,7 @@ class SequenceAdapter:
     mean_over_valid_tokens: bool = False
     token_weights: Callable[[Any], Tensor | None] | None = None
     check: Callable[[torch.nn.Module], None] | None = None
+    keep_random_state: Callable[[], AbstractContextManager[None]] | None = None
 
     def batch_shape(self, tensors: Tensors, dims: Sequence[Dims]) -> tuple[int, int]:
         """(sequences, tokens) of a loaded micro-batch's inputs or labels.

@@ -7,6 +7,7 @@ know the shape of every slice, so no transfer needs a handshake and receives can
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -107,6 +108,13 @@ class Boundary:
                     f"allowed is {template.requires_grad} as the first slice had; freeze layers "
                     "before the engine is built, not between steps"
                 )
+
+    def bytes(self, sequences: int, tokens: int) -> int:
+        """What crosses for a slice, one way."""
+        return sum(
+            math.prod(template.size(sequences, tokens)) * template.dtype.itemsize
+            for template in self.tensors
+        )
 
     def gradients(self) -> Boundary:
         """The tensors that come back: the gradients of those that have one."""

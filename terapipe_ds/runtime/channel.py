@@ -7,9 +7,11 @@ holds up nothing that goes the other way.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +112,56 @@ def links(
         return connect(upstream), to_downstream
     to_upstream = connect(upstream)
     return to_upstream, connect(downstream)
+
+
+def measure_round_trips(
+    stage: int,
+    upstream: Link | None,
+    downstream: Link | None,
+    sizes: Sequence[int],
+    *,
+    device: torch.device,
+    repeats: int = 7,
+) -> list[tuple[float, float]]:
+    """Times messages down to the next stage and back, between steps; all stages call it.
+
+    Args:
+        stage: this stage.
+        upstream: as :func:`links` gave it.
+        downstream: as :func:`links` gave it.
+        sizes: of the messages, in bytes.
+        device: where tensors that are sent live.
+        repeats: round trips of a size; the median counts.
+
+    Returns:
+        (bytes, ms one way) for each size; empty on the last stage.
+    """
+
+    def exchange(link: Link, size: int, *, first: bool) -> float:
+        message = torch.zeros(max(1, size), dtype=torch.uint8, device=device)
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            if first:
+                link.activations.send([message], 1, 0).wait()
+                link.gradients.recv([message], 1, 0).wait()
+            else:
+                link.activations.recv([message], 0, 0).wait()
+                link.gradients.send([message], 0, 0).wait()
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize()
+            times.append((time.perf_counter() - start) * 1e3 / 2)
+        return median(times)
+
+    samples: list[tuple[float, float]] = []
+    for link in (downstream, upstream) if stage % 2 == 0 else (upstream, downstream):
+        if link is None:
+            continue
+        first = link is downstream
+        timed = [(float(size), exchange(link, size, first=first)) for size in sizes]
+        if first:
+            samples = timed
+    return samples
 
 
 class SendChannel:

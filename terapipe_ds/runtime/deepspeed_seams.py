@@ -6,7 +6,7 @@ Read from DeepSpeed 0.19.8 and torch 2.13.0. ``check_seams`` fails loudly where 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "load_ds_config",
     "pair_group",
     "pipeline_engine_is",
+    "without_gradient_hooks",
 ]
 
 # What the engine overrides or calls: a schedule for each kind of step, the map from instructions to
@@ -115,6 +116,26 @@ def pair_group(name: str, rank_in_pair: int, timeout_s: float) -> Any:
         f"dist_backend: found {backend!r}, allowed are 'nccl' and 'gloo'; change the backend given "
         "to deepspeed.init_distributed"
     )
+
+
+@contextmanager
+def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, gradients accumulate without telling the optimizers that listen to them.
+
+    ZeRO and DeepSpeed's BF16 optimizer listen by ``register_post_accumulate_grad_hook``
+    (``deepspeed/utils/torch.py``).
+    """
+    kept = []
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks
+        if hooks:
+            kept.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def default_store() -> torch.distributed.Store:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from ..config import TeraPipeConfig, read_block
 from ..errors import ConfigError, TeraPipeError
+from ..planner.cost import CostModel
+from ..planner.planning import Plan
 from ..schedule.instructions import (
     BackwardSlice,
     ForwardSlice,
@@ -38,6 +40,7 @@ from ..schedule.order import Action, actions
 from ..scheme import SliceScheme, SlicesSetting
 from .adapter import Tensors, adapter_of, as_tuple
 from .agreement import agree, error_of, settings
+from .auto import CHECKPOINT_KEY, AutoPlans
 from .boundary import Boundary
 from .channel import Peer, RecvChannel, SendChannel, links
 from .deepspeed_seams import autocast_if_enabled, default_store
@@ -95,6 +98,7 @@ class TokenSliceEngine(PipelineEngine):
         self._step: StepState | None = None
         self._agreed = False
         self._trains = any(parameter.requires_grad for parameter in module.parameters())
+        self._auto = AutoPlans(self) if block.slices == "auto" else None
 
     def _make_channels(self) -> None:
         upstream = None if self.is_first_stage() else self._peer(self.prev_stage)
@@ -109,6 +113,7 @@ class TokenSliceEngine(PipelineEngine):
                 watchdog=watchdog,
                 device=device,
             )
+        self._links = to_upstream, to_downstream
         if to_upstream is not None:
             peer, forward, backward = to_upstream
             self._activations_in = RecvChannel("activation", peer, forward, watchdog, device)
@@ -147,6 +152,36 @@ class TokenSliceEngine(PipelineEngine):
         finally:
             self.set_dataiterator(train_iterator)
             self.eval_return_logits = False
+
+    @property
+    def plans(self) -> dict[BatchShape, Plan]:
+        """With ``"slices": "auto"`` the plan for each (sequences, tokens) of a micro-batch."""
+        return {} if self._auto is None else dict(self._auto.plans)
+
+    @property
+    def costs(self) -> dict[int, CostModel]:
+        """On rank 0, for each number of sequences the costs that the plans rest on."""
+        return {} if self._auto is None else dict(self._auto.costs)
+
+    def save_checkpoint(
+        self, save_dir: str, tag: Any = None, client_state: Any = None, **kwargs: Any
+    ) -> Any:
+        """As ``PipelineEngine.save_checkpoint``; keeps automatic plans too."""
+        client_state = dict(client_state or {})
+        if self._auto is not None:
+            client_state[CHECKPOINT_KEY] = self._auto.state()
+        return super().save_checkpoint(save_dir, tag=tag, client_state=client_state, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``PipelineEngine.load_checkpoint``; takes the automatic plans that it was saved with.
+
+        They are used instead of new ones, unless ``"replan"`` is set.
+        """
+        path, client_state = super().load_checkpoint(*args, **kwargs)
+        state = client_state.pop(CHECKPOINT_KEY, None) if client_state else None
+        if self._auto is not None:
+            self._auto.restore(state)
+        return path, client_state
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -193,10 +228,18 @@ class TokenSliceEngine(PipelineEngine):
         wait = Wait("the step's header", "all stages of this pipeline")
         mode = self._loss_mode if self._compute_loss else "outputs"
         self._agreed = True
+        auto = self._auto if training else None
         with self._watchdog.waiting(wait):
-            shapes = exchange_shapes(
-                self._pipeline, shapes, micro_batches, lambda found: self._schemes(found, mode)
+            shapes, unknown = exchange_shapes(
+                self._pipeline,
+                shapes,
+                micro_batches,
+                check=lambda found: self._schemes(found, mode),
+                unknown=(lambda _: False) if auto is None else auto.unknown,
             )
+        if auto is not None and unknown:
+            self._agreed = False
+            auto.make(shapes, inputs, labels)
         self._agreed = False
         schemes = self._schemes(shapes, mode)
         self._step = StepState(
@@ -221,11 +264,14 @@ class TokenSliceEngine(PipelineEngine):
         Raises:
             ConfigError: if the slices do not fit a micro-batch, or the loss the slices.
         """
-        slices = cast(SlicesSetting, self.terapipe.slices)
-        schemes = [
-            SliceScheme.resolve(slices, sequences=sequences, seq_length=tokens)
-            for sequences, tokens in shapes
-        ]
+        if self._auto is not None:
+            schemes = [self._auto.scheme(shape) for shape in shapes]
+        else:
+            slices = cast(SlicesSetting, self.terapipe.slices)
+            schemes = [
+                SliceScheme.resolve(slices, sequences=sequences, seq_length=tokens)
+                for sequences, tokens in shapes
+            ]
         for scheme in schemes:
             check_loss_fits(mode, scheme)
         return schemes
@@ -286,13 +332,20 @@ class TokenSliceEngine(PipelineEngine):
                 self._boundaries[key] = self._activations_in.recv_boundary()
                 self._activations_in.learn(self._boundaries[key])
             tensors = self._activations_in.receive()
+        if step.training:
+            self._mark_received(tensors)
+        step.groups[micro_batch].inputs[slice] = tensors if len(tensors) > 1 else tensors[0]
+
+    def _mark_received(self, tensors: tuple[Tensor, ...]) -> None:
+        """Makes those received tensors leaves whose gradients are sent back."""
         # Reentrant checkpointing detaches a segment none of whose inputs needs a gradient, as
         # those from a frozen stage do not.
         recomputes = self._reentrant_activation_checkpointing()
-        for tensor, template in zip(tensors, self._boundaries[key].tensors, strict=True):
+        for tensor, template in zip(
+            tensors, self._boundaries["upstream", True].tensors, strict=True
+        ):
             needs = template.requires_grad or (recomputes and tensor.is_floating_point())
-            tensor.requires_grad_(step.training and needs)
-        step.groups[micro_batch].inputs[slice] = tensors if len(tensors) > 1 else tensors[0]
+            tensor.requires_grad_(needs)
 
     def _exec_forward(self, micro_batch: int, slice: int) -> None:
         step = self._current_step()
@@ -300,7 +353,8 @@ class TokenSliceEngine(PipelineEngine):
         tokens = group.ranges[slice]
         inputs = group.inputs.get(slice)
         if self.is_first_stage():
-            inputs = self._cut_inputs(group.micro_batch, group.rows, tokens.start, tokens.stop)
+            loaded = step.inputs[group.micro_batch]
+            inputs = self._cut_inputs(loaded, group.rows, tokens.as_slice)
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
         with current_slice(tokens, group.context), autocast_if_enabled(self):
@@ -328,9 +382,9 @@ class TokenSliceEngine(PipelineEngine):
                 "activation_checkpoint_interval set pipeline.use_reentrant to false"
             )
 
-    def _cut_inputs(self, micro_batch: int, rows: Any, start: int, stop: int) -> Tensors:
-        inputs = self._current_step().inputs[micro_batch]
-        cut = self._adapter.cut(inputs, self._adapter.inputs, rows, slice(start, stop))
+    def _cut_inputs(self, loaded: Tensors, rows: slice, tokens: slice) -> Tensors:
+        """The first stage's inputs of some sequences' tokens."""
+        cut = self._adapter.cut(loaded, self._adapter.inputs, rows, tokens)
         if not torch.is_grad_enabled() or not self._reentrant_activation_checkpointing():
             return cut
         # Reentrant checkpointing detaches a segment none of whose inputs needs a gradient.

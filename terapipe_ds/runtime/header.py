@@ -41,8 +41,10 @@ def exchange_shapes(
     pipeline: Pipeline,
     shapes: Sequence[BatchShape] | None,
     micro_batches: int,
-    check: Callable[[list[BatchShape]], None],
-) -> list[BatchShape]:
+    *,
+    check: Callable[[list[BatchShape]], Any],
+    unknown: Callable[[list[BatchShape]], bool] = lambda shapes: False,
+) -> tuple[list[BatchShape], bool]:
     """Makes every stage know the shapes of the step's micro-batches.
 
     Whatever is wrong with them anywhere, all ranks of all pipelines raise together, so that a
@@ -53,6 +55,10 @@ def exchange_shapes(
         shapes: what this rank has loaded; None on stages that load nothing.
         micro_batches: how many micro-batches the step needs.
         check: raises a :class:`TeraPipeError` if the shapes cannot be cut as configured.
+        unknown: whether something has to be done about these shapes by all ranks together.
+
+    Returns:
+        The shapes, and whether they are unknown on any rank of any pipeline.
 
     Raises:
         DataIteratorEnded: if the first or the last stage of any pipeline loaded too few.
@@ -61,10 +67,11 @@ def exchange_shapes(
     headers = _gather(pipeline, _encode(shapes, micro_batches))
     loaded = [int(header[0]) for header in headers]
     first, last = _decode(headers[0]), _decode(headers[-1])
-    error = None
+    error, news = None, False
     if min(loaded) == micro_batches:
         error = error_of(lambda: _check(first, last, check))
-    fewest, errors = _over_world(pipeline, min(loaded), error is not None)
+        news = unknown(first)
+    fewest, errors, news = _over_world(pipeline, min(loaded), error is not None, news)
     if fewest < micro_batches:
         raise DataIteratorEnded(_ended(loaded, fewest, micro_batches))
     if error is not None:
@@ -74,7 +81,7 @@ def exchange_shapes(
             "data: found micro-batches on another data-parallel rank that cannot be cut as "
             "terapipe.slices says; that rank's output names them"
         )
-    return first
+    return first, news
 
 
 def _check(
@@ -113,14 +120,17 @@ def _gather(pipeline: Pipeline, header: Tensor) -> list[Tensor]:
     return [gathered.cpu() for gathered in headers]
 
 
-def _over_world(pipeline: Pipeline, fewest: int, has_error: bool) -> tuple[int, bool]:
-    """The fewest micro-batches that any pipeline has loaded, and whether any has an error."""
+def _over_world(
+    pipeline: Pipeline, fewest: int, has_error: bool, news: bool
+) -> tuple[int, bool, bool]:
+    """The fewest micro-batches that any pipeline has loaded; whether any has an error, or news."""
     if not pipeline.spans_world:
-        return fewest, has_error
-    state = torch.tensor([fewest, -int(has_error)], dtype=torch.int64, device=pipeline.device)
-    dist.all_reduce(state, op=dist.ReduceOp.MIN)
-    fewest, negative = state.tolist()
-    return fewest, negative < 0
+        return fewest, has_error, news
+    state = [fewest, -int(has_error), -int(news)]
+    shared = torch.tensor(state, dtype=torch.int64, device=pipeline.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MIN)
+    fewest, error, unknown = shared.tolist()
+    return fewest, error < 0, unknown < 0
 
 
 def _ended(loaded: Sequence[int], fewest: int, micro_batches: int) -> str:

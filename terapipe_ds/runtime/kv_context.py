@@ -107,6 +107,10 @@ class SequenceContext:
             self._forwarded[name] = current.tokens.start
         return layer
 
+    def layers(self) -> list[LayerKV]:
+        """The buffers of all layers so far."""
+        return list(self._layers.values())
+
     def __len__(self) -> int:
         return len(self._layers)
 

@@ -53,11 +53,6 @@ def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: An
             f"num_stages: found {stages} stages for {layers} pipeline layers, allowed is at most "
             "one stage a layer; lower num_stages, or give the model more layers"
         )
-    if block.slices == "auto":
-        raise ConfigError(
-            'terapipe.slices: found "auto", allowed until the planner exists are a number of '
-            "slices, a list of lengths, or groups [[sequences, [lengths...]], ...]"
-        )
     if ds_config.zero_optimization_stage > ZeroStageEnum.optimizer_states:
         raise ConfigError(
             f"zero_optimization.stage: found {int(ds_config.zero_optimization_stage)}, allowed are "

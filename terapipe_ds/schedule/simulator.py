@@ -1,10 +1,10 @@
 """Times an order of slices: an event-driven simulation of the very lists that the engine runs.
 
-Every stage works through its actions in order. An action starts when the stage is free and its input
-is there: the activation of the stage before for a forward, the gradient of the stage after for a
-backward. A message occupies its channel (one for each neighbour and direction, as in the engine)
-for its transfer time and arrives after the latency on top; where transfers overlap computation the
-sender goes on at once.
+Every stage works through its actions in order. An action starts when the stage is free and its
+input is there: the activation of the stage before for a forward, the gradient of the stage after
+for a backward. A message occupies its channel (one for each neighbour and direction, as in the
+engine) for its transfer time and arrives after the latency on top; where transfers overlap
+computation the sender goes on at once.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def simulate(
                 "all three; give micro_batches= and slices="
             )
         counts = slice_counts(micro_batches, slices)
-        duration: Duration | None = times
     else:
         counts = [len(micro_batch) for micro_batch in times]
         if micro_batches not in (None, len(counts)) or (
@@ -105,10 +104,8 @@ def simulate(
                 f"slices={slices}, allowed is the same number in both; leave these out"
             )
         counts = slice_counts(len(counts), counts)
-        duration = None
     order = actions(name, stages, len(counts), counts)
-    if duration is None:
-        duration = _table(times, split=_splits_backward(order))
+    duration = times if callable(times) else _table(times, split=_splits_backward(order))
     return simulate_order(
         order, duration, transfer=transfer, latency_ms=latency_ms, overlap=overlap
     )

@@ -1,0 +1,491 @@
+"""``"slices": "auto"``: profiles the user's own stages in place, plans, and makes all ranks agree.
+
+This happens in the first training step that brings a new shape of micro-batches, when the real
+inputs are there and nothing of the step has been computed. The measured costs are cached on disk
+under a key of everything that they depend on; the plans go into checkpoints, since another plan is
+another order of summation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.utils import log_dist
+from torch import Tensor
+
+from ..errors import ConfigError, TeraPipeError
+from ..planner.cost import CostModel, StageCost, Transfer
+from ..planner.fit import fit_stage
+from ..planner.memory import GIB, StageMemory, optimizer_bytes
+from ..planner.planning import Plan, plan
+from ..schedule.order import Action
+from ..scheme import SliceScheme, TokenRange
+from .adapter import Dims, Tensors, as_tuple
+from .agreement import settings
+from .channel import measure_round_trips
+from .deepspeed_seams import autocast_if_enabled, without_gradient_hooks
+from .header import BatchShape
+from .loss import MicroBatchLoss
+from .profiler import Measurements, StageUnderTest, chains, held_bytes, measure
+from .step import StepState
+from .watchdog import Wait
+
+if TYPE_CHECKING:
+    from .engine import TokenSliceEngine
+
+CACHE_VARIABLE = "TERAPIPE_CACHE"
+CHECKPOINT_KEY = "terapipe_ds"
+
+# A profile serves sequences up to this much longer than it has seen, so that lengths which grow
+# from step to step are profiled again a few times, not each time.
+_REACH = 1.5
+# A plan has to be thought faster than no slices by this share: the costs are no better known.
+_WORTHWHILE = 0.01
+# The share of a GPU's memory that a plan may fill.
+_USABLE_MEMORY = 0.9
+
+
+class AutoPlans:
+    """The plans of an engine's micro-batch shapes.
+
+    Args:
+        engine: the engine, set up but for its first step.
+    """
+
+    def __init__(self, engine: TokenSliceEngine) -> None:
+        self._engine = engine
+        self.plans: dict[BatchShape, Plan] = {}
+        """For each (sequences, tokens) of a loaded micro-batch its plan."""
+        # Sequences of a micro-batch -> tokens that its profile covers, on every rank; the costs
+        # themselves are needed where the plan is made, on rank 0.
+        self._covered: dict[int, float] = {}
+        self.costs: dict[int, CostModel] = {}
+
+    def unknown(self, shapes: Sequence[BatchShape]) -> bool:
+        """Whether a training step with these micro-batches needs a new plan."""
+        return any(shape not in self.plans for shape in shapes)
+
+    def scheme(self, shape: BatchShape) -> SliceScheme:
+        """How a micro-batch is cut; an even guess where there is no plan (evaluation alone)."""
+        if shape in self.plans:
+            return self.plans[shape].scheme
+        sequences, tokens = shape
+        engine = self._engine
+        count = min(4 * engine.num_stages, max(1, tokens // engine.terapipe.granularity))
+        return SliceScheme.even(sequences=sequences, seq_length=tokens, count=count)
+
+    def make(
+        self, shapes: Sequence[BatchShape], inputs: list[Tensors], labels: list[Tensors]
+    ) -> None:
+        """Plans what is unknown anywhere; all ranks of all pipelines call it together.
+
+        Args:
+            shapes: of this pipeline's micro-batches.
+            inputs: what the first stage has loaded.
+            labels: what the last stage has loaded.
+
+        Raises:
+            ConfigError: on all ranks, if there is no plan.
+        """
+        missing = {shape for shape in shapes if shape not in self.plans}
+        for shape in sorted(set().union(*self._everywhere(missing))):
+            self._make(shape, inputs, labels)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"plans": [[list(shape), plan.to_dict()] for shape, plan in self.plans.items()]}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Takes the plans of a checkpoint, unless ``"replan"`` is set or they no longer fit."""
+        if state is None or self._engine.terapipe.replan:
+            return
+        plans = {
+            (int(sequences), int(tokens)): Plan.from_dict(content, where="the checkpoint")
+            for (sequences, tokens), content in state["plans"]
+        }
+        stale = [
+            f"{found.stages} stages and {found.schedule}"
+            for found in plans.values()
+            if (found.stages, found.schedule)
+            != (self._engine.num_stages, self._engine.terapipe.schedule)
+        ]
+        if stale:
+            _log(
+                f"the checkpoint's plan is for {stale[0]}, this run has {self._engine.num_stages} "
+                f"stages and {self._engine.terapipe.schedule}: it will be planned again"
+            )
+            return
+        self.plans = plans
+
+    def _make(self, shape: BatchShape, inputs: list[Tensors], labels: list[Tensors]) -> None:
+        engine = self._engine
+        sequences, tokens = shape
+        found = None
+        if self._covered.get(sequences, 0) < tokens:
+            found = self._profile(shape, inputs, labels)
+            self._covered[sequences] = _REACH * tokens
+        result: list[Any] = [None]
+        if engine.global_rank == 0:
+            if found is not None:
+                self.costs[sequences] = found
+            result = [_attempt(lambda: self._plan(shape))]
+        with engine._watchdog.waiting(Wait("the plan", "rank 0")):
+            dist.broadcast_object_list(result, src=0)
+        if isinstance(result[0], str):
+            raise ConfigError(result[0])
+        self.plans[shape] = Plan.from_dict(result[0])
+        _log(_describe(self.plans[shape], shape))
+
+    def _plan(self, shape: BatchShape) -> dict[str, Any]:
+        engine = self._engine
+        sequences, tokens = shape
+        # Lengths beyond the measured ones, within reach.
+        cost = self.costs[sequences]
+        cost = dataclasses.replace(cost, seq_length=max(tokens, cost.seq_length))
+        chosen = plan(
+            cost,
+            seq_length=tokens,
+            stages=engine.num_stages,
+            sequences=sequences,
+            granularity=engine.terapipe.granularity,
+            objective="simulate",
+            schedule=engine.terapipe.schedule,
+            micro_batches=engine.micro_batches,
+            memory_bytes=_memory_limit(engine),
+            # A loss of the whole sequence cannot be computed before all groups are through.
+            group_sizes=None if engine._loss_mode == "per_slice" else [sequences],
+        )
+        return chosen.or_unsliced(_WORTHWHILE).to_dict()
+
+    def _profile(
+        self, shape: BatchShape, inputs: list[Tensors], labels: list[Tensors]
+    ) -> CostModel | None:
+        """The costs of this pipeline's stages, from the cache or measured; None but on rank 0."""
+        engine = self._engine
+        about = _about(engine, shape)
+        stages = self._over_stages(about)
+        cache = _cache_path(stages)
+        cached: list[Any] = [None]
+        if engine.global_rank == 0:
+            cached = [_read_cache(cache)]
+        with engine._watchdog.waiting(Wait("the cached costs", "rank 0")):
+            dist.broadcast_object_list(cached, src=0)
+        if cached[0] is not None:
+            _log(f"using the costs measured before, {cache}")
+            return CostModel.from_dict(cached[0]) if engine.global_rank == 0 else None
+        _log(
+            f"measuring every stage for up to {engine.terapipe.profile_budget_s:g} s "
+            f"(terapipe.profile_budget_s); the result is kept in {cache}"
+        )
+        started = time.monotonic()
+        mine = self._measure(shape, inputs, labels)
+        costs: list[StageCost] = self._over_stages(mine)
+        model = CostModel(
+            stages=tuple(costs),
+            seq_length=shape[1],
+            transfer=self._transfer(shape),
+            about=stages[0],
+        )
+        if engine.global_rank == 0:
+            _write_cache(cache, model)
+        worst = max(cost.error or 0.0 for cost in costs)
+        _log(
+            f"measured in {time.monotonic() - started:.0f} s; the model is off by {worst:.1%} on "
+            "slices that it has not seen (median, worst stage)"
+        )
+        return model
+
+    def _measure(
+        self, shape: BatchShape, inputs: list[Tensors], labels: list[Tensors]
+    ) -> StageCost:
+        engine = self._engine
+        sequences, tokens = shape
+        granularity = engine.terapipe.granularity
+        received = self._probe(shape, inputs)
+        stage = _stage_under_test(engine, inputs, labels, received)
+        sizes = [sequences] if engine._loss_mode != "per_slice" else _group_sizes(sequences)
+        found = Measurements(chains(tokens, sequences=sizes, granularity=granularity))
+        with _undisturbed(engine):
+            measure(
+                stage,
+                found,
+                budget_s=engine.terapipe.profile_budget_s,
+                any_rank=self._any_rank,
+            )
+            held = held_bytes(stage, sequences=sequences, tokens=min(256, max(1, tokens // 2)))
+        return fit_stage(
+            f"stage {engine.stage_id}",
+            found.samples(),
+            memory=StageMemory(
+                **_training_state(engine),
+                activation_per_token=held.activations,
+                kv_per_token=held.kv,
+            ),
+        )
+
+    def _probe(self, shape: BatchShape, inputs: list[Tensors]) -> tuple[Tensor, ...] | None:
+        """Sends one slice forward through the pipeline; returns what this stage received.
+
+        So every stage learns what crosses between stages, and has something like it to compute on.
+        """
+        engine = self._engine
+        sequences, tokens = shape
+        first = min(max(1, tokens // 2), engine.terapipe.granularity)
+        scheme = SliceScheme([(sequences, [first, tokens - first])])
+        tiled = [_tile(engine._adapter.inputs, inputs[0], shape)] if inputs else []
+        engine._step = StepState(training=True, schemes=[scheme], inputs=tiled, losses=[])
+        try:
+            engine._begin_receives([Action("F", 0, 0)])
+            received = None
+            if not engine.is_first_stage():
+                engine._exec_recv_activation(0, 0)
+                received = as_tuple(engine._step.groups[0].inputs[0])
+            if not engine.is_last_stage():
+                engine._exec_forward(0, 0)
+                engine._exec_send_activation(0, 0)
+                engine._activations_out.drain()
+            return received
+        finally:
+            engine._step.release()
+            engine._step = None
+
+    def _transfer(self, shape: BatchShape) -> Transfer:
+        """Messages between this pipeline's neighbours; the median over them."""
+        engine = self._engine
+        sequences, tokens = shape
+        if engine.num_stages == 1:
+            return Transfer()
+        sizes = sorted({max(1, tokens // 2**k) for k in range(0, 8, 2)})
+        boundary = engine._boundaries.get(("downstream", True))
+        per_token = 0.0
+        if boundary is not None:
+            per_token = boundary.bytes(sequences, tokens) / (sequences * tokens)
+        per_token = self._over_stages(per_token)[0]
+        lengths = [int(sequences * size * per_token) for size in sizes]
+        upstream = None if engine.is_first_stage() else engine._links[0]
+        downstream = None if engine.is_last_stage() else engine._links[1]
+        with engine._watchdog.waiting(Wait("the timing of messages", "the neighbouring stages")):
+            mine = measure_round_trips(
+                engine.stage_id, upstream, downstream, lengths, device=engine.device
+            )
+        return Transfer.fitted(
+            [samples for samples in self._over_stages(mine) if samples], bytes_per_token=per_token
+        )
+
+    def _any_rank(self, mine: bool) -> bool:
+        engine = self._engine
+        flag = torch.tensor(int(mine), device=engine.device)
+        with engine._watchdog.waiting(Wait("the next slices to time", "all ranks")):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _over_stages(self, mine: Any) -> list[Any]:
+        engine = self._engine
+        stages: list[Any] = [None] * engine.num_stages
+        group = engine.grid.get_pipe_parallel_group()
+        with engine._watchdog.waiting(Wait("the profile", "all stages of this pipeline")):
+            torch.distributed.all_gather_object(stages, mine, group=group)
+        return stages
+
+    def _everywhere(self, mine: Any) -> list[Any]:
+        ranks: list[Any] = [None] * dist.get_world_size()
+        with self._engine._watchdog.waiting(Wait("the shapes to plan", "all ranks")):
+            torch.distributed.all_gather_object(ranks, mine)
+        return ranks
+
+
+def _stage_under_test(
+    engine: TokenSliceEngine,
+    inputs: list[Tensors],
+    labels: list[Tensors],
+    received: tuple[Tensor, ...] | None,
+) -> StageUnderTest:
+    adapter = engine._adapter
+
+    def make_inputs(sequences: int, tokens: TokenRange) -> Tensors:
+        if received is None:
+            loaded = _tile(adapter.inputs, inputs[0], (sequences, tokens.stop))
+            return engine._cut_inputs(loaded, slice(0, sequences), tokens.as_slice)
+        templates = engine._boundaries["upstream", True].tensors
+        made = tuple(
+            tensor.detach().clone()
+            if dim is None
+            # Under sequence parallelism a rank holds a share of the slice's tokens.
+            else dim.tile(tensor.detach(), sequences, template.size(1, tokens.length)[dim.sequence])
+            for tensor, dim, template in zip(received, adapter.boundary, templates, strict=True)
+        )
+        engine._mark_received(made)
+        return made if len(made) > 1 else made[0]
+
+    def make_loss(scheme: SliceScheme) -> MicroBatchLoss:
+        cut = _tile(adapter.labels, labels[0], (scheme.sequences, scheme.seq_length))
+        return engine._micro_batch_loss(cut, scheme, engine._loss_mode, keep=False)
+
+    def run(inputs: Tensors) -> Any:
+        if isinstance(engine.optimizer, ZeROOptimizer):
+            engine.optimizer.clear_backward_seen_flag()
+        return engine.module(inputs)
+
+    return StageUnderTest(
+        run=run,
+        inputs=make_inputs,
+        parameters=[p for p in engine.module.parameters() if p.requires_grad],
+        device=engine.device,
+        loss=make_loss if engine.is_last_stage() else None,
+        autocast=lambda: autocast_if_enabled(engine),
+    )
+
+
+def _tile(dims: Sequence[Dims], loaded: Tensors, shape: BatchShape) -> Tensors:
+    """Loaded tensors, repeated or cut to (sequences, tokens)."""
+    sequences, tokens = shape
+    made = tuple(
+        tensor if dim is None else dim.tile(tensor, sequences, tokens)
+        for tensor, dim in zip(as_tuple(loaded), dims, strict=True)
+    )
+    return made if isinstance(loaded, tuple) else made[0]
+
+
+@contextmanager
+def _undisturbed(engine: TokenSliceEngine) -> Iterator[None]:
+    """Leaves no trace of what runs inside: no optimizer's hook, no random state."""
+    devices = [engine.device] if engine.device.type != "cpu" else []
+    own = engine._adapter.keep_random_state or nullcontext
+    with (
+        torch.random.fork_rng(devices, device_type=engine.device.type if devices else "cuda"),
+        own(),
+        without_gradient_hooks(engine.module.parameters()),
+    ):
+        yield
+
+
+def _group_sizes(sequences: int) -> list[int]:
+    """Numbers of sequences that are timed together; the model interpolates between them."""
+    return sorted({sequences, max(1, sequences // 2), 1}, reverse=True)
+
+
+def _training_state(engine: TokenSliceEngine) -> dict[str, float]:
+    parameters = list(engine.module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    replicas = dist.get_world_size(engine.dp_group) if engine.zero_optimization() else 1
+    return {
+        "parameters": float(sum(p.numel() * p.element_size() for p in parameters)),
+        "gradients": float(sum(p.numel() * p.element_size() for p in trained)),
+        "optimizer": optimizer_bytes(
+            sum(p.numel() for p in trained),
+            half=any(p.element_size() < 4 for p in trained),
+            replicas=replicas,
+        ),
+    }
+
+
+def _memory_limit(engine: TokenSliceEngine) -> float | None:
+    limit = engine.terapipe.memory_gib
+    if limit is not None:
+        return limit * GIB
+    if engine.device.type != "cuda":
+        return None
+    return _USABLE_MEMORY * torch.cuda.get_device_properties(engine.device).total_memory
+
+
+def _about(engine: TokenSliceEngine, shape: BatchShape) -> dict[str, Any]:
+    """Everything that a stage's times depend on; also the cache's key."""
+    layers = [
+        str(engine.module),
+        [[name, str(p.dtype), list(p.shape), p.requires_grad] for name, p in _named(engine)],
+    ]
+    device = engine.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    compared = settings(engine.terapipe, engine._config)
+    keep = ("version", "pipeline", "bf16", "zero_optimization")
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "layers": hashlib.sha256(json.dumps(layers).encode()).hexdigest(),
+        "sequences": shape[0],
+        "seq_length": shape[1],
+        "granularity": engine.terapipe.granularity,
+        "stage": engine.stage_id,
+        "stages": engine.num_stages,
+        "ranks": dist.get_world_size(),
+        "tensor_parallel": engine.grid.get_slice_parallel_world_size(),
+        "recompute": [
+            engine.module.activation_checkpoint_interval,
+            str(engine.module.activation_checkpoint_func),
+        ],
+        "loss": engine._loss_mode,
+        "autocast": torch.is_autocast_enabled(device.type),
+        **{key: value for key, value in compared.items() if any(word in key for word in keep)},
+    }
+
+
+def _named(engine: TokenSliceEngine) -> list[tuple[str, Tensor]]:
+    return list(engine.module.named_parameters())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "cpu"
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else 'cpu'}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _cache_path(stages: list[dict[str, Any]]) -> Path:
+    digest = hashlib.sha256(json.dumps(stages, sort_keys=True, default=str).encode()).hexdigest()
+    folder = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "terapipe_ds"
+    return Path(folder) / f"cost-{digest[:16]}.json"
+
+
+def _read_cache(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return CostModel.load(path).to_dict()
+    except TeraPipeError as error:
+        _log(f"{error}; measuring again")
+        return None
+
+
+def _write_cache(path: Path, model: CostModel) -> None:
+    try:
+        model.save(path)
+    except OSError as error:
+        _log(f"the costs could not be kept ({error}); set {CACHE_VARIABLE} to a folder")
+
+
+def _attempt(make: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
+    try:
+        return make()
+    except TeraPipeError as error:
+        return str(error)
+
+
+def _describe(chosen: Plan, shape: BatchShape) -> str:
+    sequences, tokens = shape
+    bubble = max(chosen.bubble or [0.0])
+    return (
+        f"plan for micro-batches of {sequences} x {tokens} tokens: {chosen.scheme}, "
+        f"{chosen.schedule}, {chosen.latency_ms:.0f} ms a step expected, "
+        f"{chosen.unsliced.latency_ms:.0f} ms without slices ({chosen.speedup:.2f}x), "
+        f"bubble at most {bubble:.0%}"
+    )
+
+
+def _log(message: str) -> None:
+    log_dist(f"terapipe: {message}", ranks=[0])
+
+
+__all__ = ["CACHE_VARIABLE", "CHECKPOINT_KEY", "AutoPlans"]
