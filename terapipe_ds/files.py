@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file through a temporary one beside it, which is then renamed."""
+@contextmanager
+def temporary_for(path: Path) -> Iterator[Path]:
+    """Yields a path beside ``path`` to write to, which is renamed at the end if nothing fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text)
+        yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file through a temporary one beside it."""
+    with temporary_for(path) as temporary:
+        temporary.write_text(text)

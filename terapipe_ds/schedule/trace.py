@@ -1,4 +1,4 @@
-"""Measured timelines: what each stage did and when, as numbers, a Perfetto trace and a picture."""
+"""Timelines, measured or simulated: what each stage did and when, as numbers, trace and picture."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files import temporary_for, write_text
+from .simulator import Timeline
+
+# A bar is numbered if there are at most this many on a stage; more would be illegible.
+_NUMBERED = 80
+
+
+_COMPUTE = ("F", "B", "W")
+
 
 class Span(NamedTuple):
     """One thing that a stage did.
 
     Attributes:
-        what: ``"F"``, ``"B"``, or the instruction's name.
+        what: ``"F"``, ``"B"``, ``"W"``, or the instruction's name.
         start: seconds, on a clock that all stages share.
         stop: seconds.
         micro_batch: None where the span belongs to none.
@@ -44,16 +53,29 @@ class MeasuredTimeline:
 
     stages: list[list[Span]]
 
+    @classmethod
+    def simulated(cls, timeline: Timeline) -> MeasuredTimeline:
+        """A simulated step, as if it had been measured."""
+        return cls(
+            [
+                [
+                    Span(action.kind, start_ms / 1e3, stop_ms / 1e3, *action[1:])
+                    for _, action, start_ms, stop_ms in events
+                ]
+                for events in timeline.events
+            ]
+        )
+
     @property
     def window(self) -> tuple[float, float]:
         """From the first forward of any stage to the last backward of any stage, in seconds."""
-        computed = [span for spans in self.stages for span in spans if span.what in ("F", "B")]
+        computed = [span for spans in self.stages for span in spans if span.what in _COMPUTE]
         return min(span.start for span in computed), max(span.stop for span in computed)
 
     def busy(self) -> list[float]:
-        """Seconds that each stage computed forwards and backwards."""
+        """Seconds that each stage computed."""
         return [
-            sum(span.seconds for span in spans if span.what in ("F", "B")) for spans in self.stages
+            sum(span.seconds for span in spans if span.what in _COMPUTE) for spans in self.stages
         ]
 
     def bubble(self) -> list[float]:
@@ -87,15 +109,35 @@ def write_chrome_trace(path: Path, timelines: Mapping[str, MeasuredTimeline]) ->
                 }
                 for span in spans
             ]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"traceEvents": events}))
-    temporary.replace(path)
+    write_text(path, json.dumps({"traceEvents": events}))
+
+
+def write_picture(path: Path, timelines: Mapping[str, MeasuredTimeline]) -> None:
+    """Draws timelines below each other, all at one scale.
+
+    Args:
+        path: the picture, its format by its suffix (PNG, SVG, ...).
+        timelines: by title.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    longest = max(stop - start for start, stop in (t.window for t in timelines.values()))
+    heights = [1.2 + 0.3 * len(timeline.stages) for timeline in timelines.values()]
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
+    rows = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, timeline) in zip(rows, timelines.items(), strict=True):
+        draw(axes, timeline, title=title, until_s=longest)
+    with temporary_for(path) as temporary:
+        figure.savefig(temporary, dpi=130, format=path.suffix[1:] or "png")
 
 
 def draw(
     axes: Any, timeline: MeasuredTimeline, *, title: str, until_s: float | None = None
 ) -> None:
-    """Draws a timeline, a row a stage; forwards and backwards are numbered by slice.
+    """Draws a timeline, a row a stage, numbered by slice where there is room.
 
     Args:
         axes: matplotlib axes.
@@ -104,8 +146,9 @@ def draw(
         until_s: where the time axis ends, to draw several timelines at one scale.
     """
     origin, end = timeline.window
-    colors = {"F": "#4c78a8", "B": "#f2a33a"}
+    colors = {"F": "#4c78a8", "B": "#f2a33a", "W": "#72b7b2"}
     for stage, spans in enumerate(timeline.stages):
+        numbered = sum(span.what in colors for span in spans) <= _NUMBERED
         for span in spans:
             if span.what not in colors:
                 continue
@@ -118,7 +161,7 @@ def draw(
                 edgecolor="white",
                 linewidth=0.6,
             )
-            if span.slice is not None:
+            if span.slice is not None and numbered:
                 middle = span.start - origin + span.seconds / 2
                 axes.text(middle, stage, str(span.slice), ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(timeline.stages)), _stage_names(timeline.stages))
