@@ -61,8 +61,6 @@ SCHEMA = "terapipe-gpu-profile"
 VERSION = 1
 
 SEED = 1234
-# Each part's share of the time that is left when it starts.
-SHARES = {"kernels": 0.3, "speed": 0.2, "first layer": 0.45, "second layer": 0.7, "plans": 1.0}
 SPEED_ROUNDS = 31
 # Sequences of the correctness checks: more than one, so that mixing them up would show.
 CHECKED_SEQUENCES = 2
@@ -175,19 +173,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("highest")
     run = Run(args.out, Clock(60 * args.minutes), _header(args, device))
+    costs: dict[str, CostModel] = {}
     # Refusals say why in warnings, which are recorded where they count.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run.part("kernels", lambda end: check_kernels(size, device, end), _print_kernels)
-        run.part("speed", lambda end: time_kernels(size, device, end), _print_speed)
-        costs: dict[str, CostModel] = {}
-        for part, layer in zip(("first layer", "second layer"), size.layers, strict=True):
-            run.part(part, partial(_profile_into, costs, layer, size, device, args.out), _print_fit)
-        cost = costs.get(size.layers[0].name)
-        if cost is not None:
-            run.part("plans", lambda end: make_plans(cost, size, end, args.out), _print_plans)
-    run.finish()
-    return 0 if run.result["ok"] else 1
+        run.part("kernels", 0.3, lambda end: check_kernels(size, device, end), _print_kernels)
+        run.part("speed", 0.2, lambda end: time_kernels(size, device, end), _print_speed)
+        for layer, share in zip(size.layers, (0.45, 0.7), strict=True):
+            work = partial(_profile_into, costs, layer, size, device, args.out)
+            run.part(f"profile {layer.name}", share, work, _print_fit)
+    cost = costs.get(size.layers[0].name)
+    if cost is not None:
+        run.part("plans", 1.0, lambda end: make_plans(cost, size, end, args.out), _print_plans)
+    profiles = [found for name, found in run.result.items() if name.startswith("profile ")]
+    if profiles:
+        machine = run.result["machine"]["name"]
+        run.part("picture", 1.0, lambda end: draw(profiles, args.out, machine), _print_picture)
+    return 0 if run.finish() else 1
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -269,11 +271,20 @@ class Run:
     def __init__(self, out: Path, clock: Clock, result: Row) -> None:
         self.out, self.clock, self.result = out, clock, result
 
-    def part(self, name: str, work: Callable[[float], Any], show: Callable[[Any], None]) -> None:
-        """Runs one part, notes its time, prints what it found. A failure does not stop the rest."""
+    def part(
+        self, name: str, share: float, work: Callable[[float], Any], show: Callable[[Any], None]
+    ) -> None:
+        """Runs one part, notes its time, prints what it found; a failure does not stop the rest.
+
+        Args:
+            name: of the part, in the result too.
+            share: of the time that is left.
+            work: gets the deadline, returns what is found.
+            show: prints it.
+        """
         started = time.monotonic()
         try:
-            self.result[name] = work(self.clock.deadline(SHARES[name]))
+            self.result[name] = work(self.clock.deadline(share))
             show(self.result[name])
         except Exception as error:
             self.result["failed"][name] = traceback.format_exc()
@@ -282,20 +293,14 @@ class Run:
         sys.stdout.flush()
         self._write()
 
-    def finish(self) -> None:
-        """The picture, the verdict, the file."""
-        profiles = [self.result[name] for name in SHARES if "points" in self.result.get(name, ())]
-        self.result["picture"] = None
-        if profiles:
-            try:
-                self.result["picture"] = draw(profiles, self.out, self.result["machine"]["name"])
-            except ImportError:
-                print("\npicture left out: matplotlib is not installed")
+    def finish(self) -> bool:
+        """Whether all is right: no kernel wrong, no part failed."""
         right = self.result.get("kernels", {}).get("ok", False)
         self.result["ok"] = right and not self.result["failed"]
         self._write()
         seconds = ", ".join(f"{name} {s:.0f} s" for name, s in self.result["seconds"].items())
         print(f"\n{seconds}\n{self.out}: {'all right' if self.result['ok'] else 'NOT RIGHT'}")
+        return self.result["ok"]
 
     def _write(self) -> None:
         write_text(self.out / "result.json", json.dumps(self.result, indent=1) + "\n")
@@ -348,9 +353,7 @@ def _check_rectangle(
 ) -> list[Row]:
     """All kernels on (length, context)."""
     length, context = rectangle
-    *qkv, grad = _tensors(
-        length, context, heads, width, dtype, device, sequences=CHECKED_SEQUENCES
-    )
+    *qkv, grad = _tensors(length, context, heads, width, dtype, device, sequences=CHECKED_SEQUENCES)
     expected = _expected(qkv, grad)
     about = _about(dtype, heads, width) | {"length": length, "context": context}
     return [
@@ -367,9 +370,7 @@ def _check_chain(
     device: torch.device,
 ) -> list[Row]:
     """What layers call, slice by slice, with the keys and values of earlier slices kept."""
-    *qkv, grad = _tensors(
-        sum(lengths), 0, heads, width, dtype, device, sequences=CHECKED_SEQUENCES
-    )
+    *qkv, grad = _tensors(sum(lengths), 0, heads, width, dtype, device, sequences=CHECKED_SEQUENCES)
     about = {"kernel": "causal_attention"} | _about(dtype, heads, width)
     about["lengths"] = list(lengths)
     return [_judged(about, partial(_run_chain, lengths, qkv, grad), _expected(qkv, grad))]
@@ -521,19 +522,23 @@ def _name(dtype: torch.dtype) -> str:
 
 def _print_kernels(found: Row) -> None:
     print("\nAttention against plain math in fp64 (worst relative error of output, dQ, dK, dV)")
-    print(f"  {'kernel':18}{'dtype':10}{'right':>6}{'wrong':>7}{'refused':>9}{'worst':>10}")
+    print(f"  {'kernel':18}{'dtype':10}{'right':>6}{'wrong':>7}{'refused':>9}{'worst':>10}  ran")
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in found["rows"]:
         groups.setdefault((row["kernel"], row["dtype"]), []).append(row)
     for (kernel, dtype), rows in groups.items():
-        counts = [sum(row["status"] == s for row in rows) for s in ("ok", "wrong", "refused")]
+        right, wrong, refused = (
+            sum(row["status"] == status for row in rows) for status in ("ok", "wrong", "refused")
+        )
         errors = [error for row in rows for error in row.get("errors", {}).values()]
-        worst = "not finite" if None in errors else f"{max(errors):.1e}" if errors else "-"
-        right, wrong, refused = counts
-        print(f"  {kernel:18}{dtype:10}{right:>6}{wrong:>7}{refused:>9}{worst:>10}")
+        worst = "infinite" if None in errors else f"{max(errors):.1e}" if errors else "-"
+        ran = ", ".join(sorted({row["ran"] for row in rows if "ran" in row})) or "-"
+        print(f"  {kernel:18}{dtype:10}{right:>6}{wrong:>7}{refused:>9}{worst:>10}  {ran}")
     if found["skipped_for_time"]:
         print(f"  {found['skipped_for_time']} shapes were left out for lack of time")
-    print(f"  {'all that ran are right' if found['ok'] else 'WRONG'}")
+    for row in found["rows"]:
+        if row["status"] == "wrong":
+            print(f"  WRONG: {row}")
 
 
 # Part 2: speed.
@@ -565,7 +570,11 @@ def time_kernels(size: Size, device: torch.device, deadline: float) -> Row:
     heads, width = size.speed_heads
     timed: list[Timed] = []
     refused: list[Row] = []
+    skipped = 0
     for length, context in size.speed:
+        if time.monotonic() > deadline:
+            skipped += 1
+            continue
         *qkv, grad = _tensors(length, context, (heads, heads), width, dtype, device, sequences=1)
         for name, kernel in kernels(device, context).items():
             work = partial(_run, kernel, qkv, grad)
@@ -585,6 +594,7 @@ def time_kernels(size: Size, device: torch.device, deadline: float) -> Row:
         "dtype": _name(dtype),
         "heads": heads,
         "width": width,
+        "skipped_for_time": skipped,
         "rows": [_speed_row(entry) for entry in timed],
         "refused": refused,
     }
@@ -608,14 +618,17 @@ def _print_speed(found: Row) -> None:
         f"\nForward and backward in ms, {found['dtype']}, {found['heads']} heads of "
         f"{found['width']}, one sequence"
     )
-    print(f"  {'length':>6}{'context':>9}" + "".join(f"{n:>16}" for n in names) + "  torch picks")
+    columns = "".join(f"{name:>16}" for name in names)
+    print(f"  {'length':>6}{'context':>9}{columns}  torch picks")
     by_shape: dict[tuple[int, int], dict[str, Row]] = {}
     for row in found["rows"]:
         by_shape.setdefault((row["length"], row["context"]), {})[row["kernel"]] = row
     for (length, context), rows in by_shape.items():
-        times = [f"{rows[n]['ms']:>16.3f}" if n in rows else f"{'-':>16}" for n in names]
+        times = "".join(f"{rows[n]['ms']:>16.3f}" if n in rows else f"{'-':>16}" for n in names)
         picked = rows["sdpa"]["ran"] if "sdpa" in rows else "-"
-        print(f"  {length:>6}{context:>9}" + "".join(times) + f"  {picked}")
+        print(f"  {length:>6}{context:>9}{times}  {picked}")
+    if found["skipped_for_time"]:
+        print(f"  {found['skipped_for_time']} rectangles were left out for lack of time")
 
 
 # Part 3: what a layer costs.
@@ -749,7 +762,7 @@ def _print_fit(found: Row) -> None:
 
 
 def _without_context(found: Row) -> list[Row]:
-    """First slices, by length; of one length the fastest is as good as any, so one is enough."""
+    """The first slices of all chains, by length; one for each length."""
     first = {point["length"]: point for point in found["points"] if point["context"] == 0}
     return [first[length] for length in sorted(first)]
 
@@ -846,21 +859,21 @@ def _print_plans(rows: list[Row]) -> None:
 # Part 5: the picture.
 
 
-def draw(profiles: list[Row], out: Path, device: str) -> str:
+def draw(profiles: list[Row], out: Path, device: str) -> str | None:
     """The paper's figure 3 for this device, and what the fits say against what was measured.
 
     Returns:
-        The file's name.
-
-    Raises:
-        ImportError: without matplotlib.
+        The file's name; None without matplotlib.
     """
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
 
     figure = Figure(figsize=(11, 8), layout="constrained")
     figure.suptitle(f"{device}: one layer, forward and backward, one sequence")
-    (times, speeds, *_) = (grid := figure.subplots(2, 2)).flat
-    for found, color, predicted in zip(profiles, ("#4c78a8", "#f2a33a"), grid[1], strict=False):
+    (times, speeds), below = figure.subplots(2, 2)
+    for found, color, predicted in zip(profiles, ("#4c78a8", "#f2a33a"), below, strict=False):
         _draw_layer(times, speeds, found, color)
         _draw_predicted(predicted, found, color)
     for axes, title, unit in (
@@ -878,6 +891,10 @@ def draw(profiles: list[Row], out: Path, device: str) -> str:
     finally:
         temporary.unlink(missing_ok=True)
     return path.name
+
+
+def _print_picture(found: str | None) -> None:
+    print(f"\npicture: {found or 'left out, matplotlib is not installed'}")
 
 
 def _draw_layer(times: Any, speeds: Any, found: Row, color: str) -> None:

@@ -1,4 +1,4 @@
-"""The solver on the paper's settings, on random ones and on very long sequences: exact, and how fast.
+"""The solver on the paper's settings, on random ones and on long sequences: exact, and how fast.
 
     python benchmarks/planner.py [--json FILE]
 
@@ -23,9 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"
 
 import numpy as np
 
@@ -98,6 +95,7 @@ class Problem:
 
 def main() -> None:
     args = _arguments()
+    # One core, whatever threads numpy has: they share it.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rows = [_row(problem, args.repeats) for problem in _problems()]
     small = _small_problems(args.small)

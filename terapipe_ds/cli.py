@@ -7,6 +7,7 @@ allowed and what to change. No file is half-written.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -42,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args.run(args)
     except TeraPipeError as error:
-        print(f"terapipe {args.command}: {error}", file=sys.stderr)
+        print(f"terapipe: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(
-            f"terapipe {args.command}: found {error.filename}, which cannot be used "
+            f"terapipe: found {error.filename}, which cannot be used "
             f"({error.strerror}); change the path",
             file=sys.stderr,
         )
@@ -171,17 +172,19 @@ def _profile(args: argparse.Namespace) -> None:
             ms_per_byte=1e3 / (args.gigabytes_per_s * 1e9),
             bytes_per_token=preset.hidden_size * element,
         )
-    from .models.profile import is_first_rank, profile_model
+    # Libraries print to stdout when they are imported and used, which belongs to the result.
+    with contextlib.redirect_stdout(sys.stderr):
+        from .models.profile import is_first_rank, profile_model
 
-    cost = profile_model(
-        preset,
-        stages=args.stages,
-        sequences=args.sequences,
-        granularity=args.granularity,
-        budget_s=args.budget,
-        partial_path=args.out.with_name(f"{args.out.name}.partial"),
-        transfer=transfer,
-    )
+        cost = profile_model(
+            preset,
+            stages=args.stages,
+            sequences=args.sequences,
+            granularity=args.granularity,
+            budget_s=args.budget,
+            partial_path=args.out.with_name(f"{args.out.name}.partial"),
+            transfer=transfer,
+        )
     if not is_first_rank():
         return
     cost.save(args.out)

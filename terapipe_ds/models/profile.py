@@ -230,8 +230,7 @@ def _measure(
     def after_chain(found: Measurements) -> None:
         kept.save()
         rounds = [len(rounds) for rounds in found.rounds]
-        bar.set_postfix_str(f"{kind}: round {min(rounds) + 1}, {sum(map(bool, rounds))} cuts timed")
-        bar.refresh()
+        bar.set_postfix_str(f"{kind}, round {max(rounds)}, {sum(map(bool, rounds))} cuts timed")
 
     measure(
         stage,

@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 # Ranges of limits that step down side by side: numpy's cost of a call is shared between them.
 _SEGMENTS = 8
 # Rounds of looking for a good plan before the proof.
-_REFINEMENTS = 3
+_REFINEMENTS = 5
 
 
 class Cost(Protocol):
@@ -137,8 +137,7 @@ class _Search:
         self.proof: list[tuple[float, float, float]] = []
 
     def run(self) -> None:
-        sums, peaks = self.tables.solve(np.array([math.inf]))
-        self._meet(sums[0], peaks[0])
+        sums, peaks = self._solved(np.array([math.inf]))
         if self.best == math.inf:
             raise ConfigError(
                 f"plan: found group sizes that cannot cover {self.tables.sequences} sequences, "
@@ -152,16 +151,37 @@ class _Search:
         self._prove(min(low, top), min(high, top), top)
 
     def _approach(self, top: float) -> tuple[float, float]:
-        """Finds a good plan, so that few limits are left; returns limits around it."""
-        low, high = self.tables.fastest, top
+        """Finds a good plan, so that few limits are left; returns limits around it.
+
+        Latency over the limit has more than one valley, so the best few places are all refined.
+        """
+        low = max(self.tables.fastest, 1e-3 * top)
+        limits = np.geomspace(low, top, _SEGMENTS + 1) if low > 0 else np.zeros(1)
+        latencies = self._latencies(limits)
         for _ in range(_REFINEMENTS):
-            limits = np.linspace(low, high, _SEGMENTS + 2)
-            sums, peaks = self.tables.solve(limits[1:-1])
-            for total, peak in zip(sums, peaks, strict=True):
-                self._meet(total, peak)
-            place = int(np.argmin(self.repeats * sums + self.weight * limits[1:-1]))
-            low, high = float(limits[place]), float(limits[place + 2])
-        return low, high
+            best = np.argsort(latencies)[: _SEGMENTS // 2]
+            last = len(limits) - 1
+            neighbours = np.concatenate([np.maximum(best - 1, 0), np.minimum(best + 1, last)])
+            middles = np.setdiff1d((limits[np.tile(best, 2)] + limits[neighbours]) / 2, limits)
+            if not len(middles):
+                break
+            limits = np.concatenate([limits, middles])
+            latencies = np.concatenate([latencies, self._latencies(middles)])
+            order = np.argsort(limits)
+            limits, latencies = limits[order], latencies[order]
+        place = int(np.argmin(latencies))
+        return float(limits[max(place - 1, 0)]), float(limits[min(place + 1, len(limits) - 1)])
+
+    def _latencies(self, limits: Floats) -> Floats:
+        sums, peaks = self._solved(limits)
+        latencies: Floats = self.repeats * sums + self.weight * peaks
+        return latencies
+
+    def _solved(self, limits: Floats) -> tuple[Floats, Floats]:
+        sums, peaks = self.tables.solve(limits)
+        for total, peak in zip(sums, peaks, strict=True):
+            self._meet(total, peak)
+        return sums, peaks
 
     def _prove(self, low: float, high: float, top: float) -> None:
         """Steps down from ``top``; half of the ranges lie around the best plan."""
@@ -178,9 +198,7 @@ class _Search:
         edges = np.unique(edges)
         limits, floors = edges[1:], edges[:-1]
         while len(limits):
-            sums, peaks = self.tables.solve(limits)
-            for total, peak in zip(sums, peaks, strict=True):
-                self._meet(total, peak)
+            sums, peaks = self._solved(limits)
             following = np.array(
                 [
                     self._down_to(limit, total, peak)

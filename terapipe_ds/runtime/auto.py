@@ -31,8 +31,9 @@ from ..planner.memory import GIB, StageMemory, optimizer_bytes
 from ..planner.planning import Plan, plan
 from ..schedule.order import Action
 from ..scheme import SliceScheme, TokenRange
-from .adapter import Dims, Tensors, as_tuple
+from .adapter import Dims, TensorDims, Tensors, as_tuple
 from .agreement import settings
+from .boundary import TensorTemplate
 from .channel import measure_round_trips
 from .deepspeed_seams import autocast_if_enabled, without_gradient_hooks
 from .header import BatchShape
@@ -78,8 +79,10 @@ class AutoPlans:
 
     def scheme(self, shape: BatchShape) -> SliceScheme:
         """How a micro-batch is cut; an even guess where there is no plan (evaluation alone)."""
-        if shape in self.plans:
-            return self.plans[shape].scheme
+        return self.plans[shape].scheme if shape in self.plans else self.guess(shape)
+
+    def guess(self, shape: BatchShape) -> SliceScheme:
+        """Even slices, enough of them to fill the pipeline."""
         sequences, tokens = shape
         engine = self._engine
         count = min(4 * engine.num_stages, max(1, tokens // engine.terapipe.granularity))
@@ -100,7 +103,9 @@ class AutoPlans:
         """
         missing = {shape for shape in shapes if shape not in self.plans}
         for shape in sorted(set().union(*self._everywhere(missing))):
-            self._make(shape, inputs, labels)
+            # A pipeline that has no micro-batch of this shape makes one of another.
+            index = shapes.index(shape) if shape in shapes else 0
+            self._make(shape, inputs[index : index + 1], labels[index : index + 1])
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -212,11 +217,11 @@ class AutoPlans:
         engine = self._engine
         sequences, tokens = shape
         granularity = engine.terapipe.granularity
-        received = self._probe(shape, inputs)
-        stage = _stage_under_test(engine, inputs, labels, received)
         sizes = [sequences] if engine._loss_mode != "per_slice" else _group_sizes(sequences)
         found = Measurements(chains(tokens, sequences=sizes, granularity=granularity))
         with _undisturbed(engine):
+            received = self._probe(shape, inputs)
+            stage = _stage_under_test(engine, inputs, labels, received)
             measure(
                 stage,
                 found,
@@ -235,30 +240,43 @@ class AutoPlans:
         )
 
     def _probe(self, shape: BatchShape, inputs: list[Tensors]) -> tuple[Tensor, ...] | None:
-        """Sends one slice forward through the pipeline; returns what this stage received.
+        """Sends a micro-batch forward through the pipeline; returns what this stage received.
 
-        So every stage learns what crosses between stages, and has something like it to compute on.
+        So every stage learns what crosses between stages, and has real tensors to compute on. In
+        slices, each dropped when it is sent: the whole sequence's activations might not fit.
         """
         engine = self._engine
-        sequences, tokens = shape
-        first = min(max(1, tokens // 2), engine.terapipe.granularity)
-        scheme = SliceScheme([(sequences, [first, tokens - first])])
+        scheme = self.guess(shape)
         tiled = [_tile(engine._adapter.inputs, inputs[0], shape)] if inputs else []
         engine._step = StepState(training=True, schemes=[scheme], inputs=tiled, losses=[])
+        group = engine._step.groups[0]
+        received: list[tuple[Tensor, ...]] = []
         try:
-            engine._begin_receives([Action("F", 0, 0)])
-            received = None
-            if not engine.is_first_stage():
-                engine._exec_recv_activation(0, 0)
-                received = as_tuple(engine._step.groups[0].inputs[0])
+            engine._begin_receives([Action("F", 0, index) for index in range(len(group.ranges))])
+            for index in range(len(group.ranges)):
+                if not engine.is_first_stage():
+                    engine._exec_recv_activation(0, index)
+                    received.append(as_tuple(group.inputs[index]))
+                if not engine.is_last_stage():
+                    engine._exec_forward(0, index)
+                    engine._exec_send_activation(0, index)
+                    group.outputs.clear()
+                group.inputs.clear()
             if not engine.is_last_stage():
-                engine._exec_forward(0, 0)
-                engine._exec_send_activation(0, 0)
                 engine._activations_out.drain()
-            return received
         finally:
             engine._step.release()
             engine._step = None
+        if not received:
+            return None
+        return tuple(
+            slices[0].detach()
+            if dim is None
+            else torch.cat([tensor.detach() for tensor in slices], dim.sequence)
+            for slices, dim in zip(
+                zip(*received, strict=True), engine._adapter.boundary, strict=True
+            )
+        )
 
     def _transfer(self, shape: BatchShape) -> Transfer:
         """Messages between this pipeline's neighbours; the median over them."""
@@ -321,8 +339,7 @@ def _stage_under_test(
         made = tuple(
             tensor.detach().clone()
             if dim is None
-            # Under sequence parallelism a rank holds a share of the slice's tokens.
-            else dim.tile(tensor.detach(), sequences, template.size(1, tokens.length)[dim.sequence])
+            else _crossed(tensor, dim, template, sequences, tokens)
             for tensor, dim, template in zip(received, adapter.boundary, templates, strict=True)
         )
         engine._mark_received(made)
@@ -345,6 +362,17 @@ def _stage_under_test(
         loss=make_loss if engine.is_last_stage() else None,
         autocast=lambda: autocast_if_enabled(engine),
     )
+
+
+def _crossed(
+    received: Tensor, dim: TensorDims, template: TensorTemplate, sequences: int, tokens: TokenRange
+) -> Tensor:
+    """A slice of what crosses to a stage; under sequence parallelism this rank's share of it."""
+    start, stop = (
+        template.size(1, position)[dim.sequence] if position else 0
+        for position in (tokens.start, tokens.stop)
+    )
+    return dim.tile(received, sequences, stop).narrow(dim.sequence, start, stop - start).clone()
 
 
 def _tile(dims: Sequence[Dims], loaded: Tensors, shape: BatchShape) -> Tensors:
@@ -378,7 +406,7 @@ def _group_sizes(sequences: int) -> list[int]:
 def _training_state(engine: TokenSliceEngine) -> dict[str, float]:
     parameters = list(engine.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    replicas = dist.get_world_size(engine.dp_group) if engine.zero_optimization() else 1
+    replicas = engine.grid.get_data_parallel_world_size() if engine.zero_optimization() else 1
     return {
         "parameters": float(sum(p.numel() * p.element_size() for p in parameters)),
         "gradients": float(sum(p.numel() * p.element_size() for p in trained)),
