@@ -260,7 +260,7 @@ class Clock:
 
 
 class Run:
-    """The result so far; it is written after each part, so that an end of the lease costs little.
+    """The result so far; it is written after each part, so that little is lost if the machine goes.
 
     Args:
         out: the folder.
@@ -323,7 +323,7 @@ class Refused(Exception):
 
 def check_kernels(size: Size, device: torch.device, deadline: float) -> Row:
     """Every kernel on every shape, in every dtype, against plain math in fp64."""
-    dtypes = (torch.float32, torch.bfloat16)
+    dtypes = (torch.bfloat16, torch.float32)
     if device.type == "cuda":
         dtypes = (*dtypes, torch.float16)
     rows: list[Row] = []

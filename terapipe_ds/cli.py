@@ -26,7 +26,7 @@ from .schedule.simulator import Timeline
 from .schedule.trace import MeasuredTimeline, write_chrome_trace, write_picture
 from .scheme import SliceScheme
 
-_SCHEDULES = ("1f1b", "gpipe")
+_SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -28,7 +28,7 @@ class TeraPipeConfig(BaseModel):
     slices: Literal["auto"] | SlicesSetting = "auto"
     """``"auto"``, a number of slices, a list of lengths, or groups as JSON lists or as text."""
 
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
     """The order of slices, see ``terapipe_ds.schedule``; ``gpipe`` is the paper's."""
 
     loss: Literal["auto", "per_slice", "whole_sequence"] = "auto"

@@ -30,6 +30,7 @@ from ..errors import ConfigError
 from ..runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
 from ..runtime.kv_context import get_current_slice
 from .megatron_core import TokenSliceCoreAttention, check_layers, token_slice_layer_spec
+from .split_backward import split_linear, split_linear_layers
 from .without_cuda import prepare_megatron
 
 _TIED_KEY = "embedding"
@@ -208,10 +209,21 @@ class GPTEmbedding(LanguageModelEmbedding):
         tokens, position_ids = inputs
         return super().forward(tokens, position_ids)
 
+    splits_backward = False
+    """Whether the tied output layer puts its weight's gradient off."""
+
     def logits(self, hidden_states: Tensor) -> Tensor:
         """The tied output layer: ``[l, b, h]`` to ``[l, b, v]``."""
-        return _column_parallel(
-            self.config, self.vocab_size, hidden_states, self.word_embeddings.weight
+        weight = self.word_embeddings.weight
+        product = split_linear if self.splits_backward and weight.requires_grad else _linear
+        return product(
+            hidden_states,
+            weight,
+            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
+            allreduce_dgrad=parallel_state.get_tensor_model_parallel_world_size() > 1
+            and not self.config.sequence_parallel,
+            sequence_parallel=self.config.sequence_parallel,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
         )
 
 
@@ -317,18 +329,9 @@ def _check_stage(module: PipelineModule) -> None:
             )
 
 
-def _column_parallel(
-    config: TransformerConfig, vocab_size: int, hidden_states: Tensor, weight: Tensor
-) -> Tensor:
+def _linear(inputs: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
     return tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
-        hidden_states,
-        weight,
-        bias=None,
-        gradient_accumulation_fusion=config.gradient_accumulation_fusion,
-        allreduce_dgrad=parallel_state.get_tensor_model_parallel_world_size() > 1
-        and not config.sequence_parallel,
-        sequence_parallel=config.sequence_parallel,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        inputs, weight, bias=None, **kwargs
     )
 
 
@@ -367,8 +370,17 @@ def _adapter(
         mean_over_valid_tokens=loss_is_token_mean,
         token_weights=lambda labels: labels[1],
         check=_check_stage,
+        split_backward=_split_backward,
         keep_random_state=_keep_random_state,
     )
+
+
+def _split_backward(module: torch.nn.Module) -> None:
+    """Lets all linear layers of a stage put their weights' gradients off."""
+    split_linear_layers(module)
+    for layer in module.modules():
+        if isinstance(layer, GPTEmbedding):
+            layer.splits_backward = True
 
 
 @contextmanager

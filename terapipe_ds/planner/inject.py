@@ -53,6 +53,11 @@ def inject(plan: Plan, text: str) -> tuple[str, list[str]]:
         for name, value in changes.items()
         if before.get(name) != (says if name == BLOCK else value)
     ]
+    if isinstance(before.get(MICRO_BATCH), int) and MICRO_BATCH in changes:
+        lines.append(
+            "note: DeepSpeed averages the losses of micro-batches; where a loss mask leaves them "
+            "unequal numbers of tokens, other micro-batches weigh tokens in another way"
+        )
     return after, lines
 
 

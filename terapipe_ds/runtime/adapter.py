@@ -59,6 +59,8 @@ class SequenceAdapter:
         token_weights: from the labels, a tensor ``[sequences, tokens]`` of each token's weight in
             that mean (a loss mask), or None where all count alike.
         check: raises :class:`ConfigError` if this stage's layers cannot be sliced.
+        split_backward: changes the layers of a stage so that they put their weights' gradients off,
+            for schedules that split the backward; plain ``torch.nn.Linear`` layers do if None.
         keep_random_state: a context manager that puts random states back, other than torch's own,
             where the model has any.
     """
@@ -70,6 +72,7 @@ class SequenceAdapter:
     mean_over_valid_tokens: bool = False
     token_weights: Callable[[Any], Tensor | None] | None = None
     check: Callable[[torch.nn.Module], None] | None = None
+    split_backward: Callable[[torch.nn.Module], None] | None = None
     keep_random_state: Callable[[], AbstractContextManager[None]] | None = None
 
     def batch_shape(self, tensors: Tensors, dims: Sequence[Dims]) -> tuple[int, int]:

@@ -28,7 +28,9 @@ from ..errors import ConfigError, TeraPipeError
 from ..planner.cost import CostModel
 from ..planner.planning import Plan
 from ..schedule.instructions import (
+    BackwardInput,
     BackwardSlice,
+    BackwardWeight,
     ForwardSlice,
     RecvActivationSlice,
     RecvGradSlice,
@@ -36,7 +38,7 @@ from ..schedule.instructions import (
     SendGradSlice,
 )
 from ..schedule.lower import TokenSliceSchedule
-from ..schedule.order import Action, actions
+from ..schedule.order import Action, actions, splits_backward
 from ..scheme import SliceScheme, SlicesSetting
 from .adapter import Tensors, adapter_of, as_tuple
 from .agreement import agree, error_of, settings
@@ -51,6 +53,7 @@ from .loss import MicroBatchLoss, check_loss_fits, choose_loss
 from .refuse import check_module, check_supported
 from .step import StepState
 from .watchdog import Wait, Watchdog
+from .weight_grads import put_off, split_linear_layers
 
 
 class TokenSliceEngine(PipelineEngine):
@@ -98,6 +101,8 @@ class TokenSliceEngine(PipelineEngine):
         self._step: StepState | None = None
         self._agreed = False
         self._trains = any(parameter.requires_grad for parameter in module.parameters())
+        if splits_backward(block.schedule):
+            (self._adapter.split_backward or split_linear_layers)(module)
         self._auto = AutoPlans(self) if block.slices == "auto" else None
 
     def _make_channels(self) -> None:
@@ -439,26 +444,45 @@ class TokenSliceEngine(PipelineEngine):
     def _exec_backward(self, micro_batch: int, slice: int) -> None:
         step = self._current_step()
         group = step.groups[micro_batch]
-        self._running_engine_backward = True
-        try:
-            self._backward_prologue()
-            with current_slice(group.ranges[slice], group.context, backward=True):
-                if self.is_last_stage():
-                    loss = step.losses[group.micro_batch]
-                    root, grad = loss.take_root(group.index, slice, self._scale_loss)
-                    roots, grads = (root,), (grad,)
-                else:
-                    outputs = group.outputs.pop(slice)
-                    roots = tuple(tensor for tensor in outputs if tensor.requires_grad)
-                    grads = group.output_grads.pop(slice)
-                if roots:
-                    torch.autograd.backward(roots, grads)
-            self._backward_epilogue()
-        finally:
-            self._running_engine_backward = False
+        marked = current_slice(group.ranges[slice], group.context, backward=True)
+        with self._engine_backward(), marked:
+            if self.is_last_stage():
+                loss = step.losses[group.micro_batch]
+                root, grad = loss.take_root(group.index, slice, self._scale_loss)
+                roots, grads = (root,), (grad,)
+            else:
+                outputs = group.outputs.pop(slice)
+                roots = tuple(tensor for tensor in outputs if tensor.requires_grad)
+                grads = group.output_grads.pop(slice)
+            if roots:
+                torch.autograd.backward(roots, grads)
         if slice == 0:
             # dK and dV are complete: nothing needs this micro-batch's context any more.
             group.free_context()
+
+    def _exec_backward_input(self, micro_batch: int, slice: int) -> None:
+        owed = self._current_step().groups[micro_batch].owed[slice] = []
+        with put_off(owed):
+            self._exec_backward(micro_batch, slice)
+
+    def _exec_backward_weight(self, micro_batch: int, slice: int) -> None:
+        owed = self._current_step().groups[micro_batch].owed.pop(slice)
+        with self._engine_backward():
+            # First owed, first done, and then dropped: each holds a layer's inputs.
+            for index, work in enumerate(owed):
+                owed[index] = _nothing
+                work()
+
+    @contextmanager
+    def _engine_backward(self) -> Iterator[None]:
+        """What DeepSpeed does around a backward of its own."""
+        self._running_engine_backward = True
+        try:
+            self._backward_prologue()
+            yield
+            self._backward_epilogue()
+        finally:
+            self._running_engine_backward = False
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
         """As ``DeepSpeedEngine.backward`` does before it runs a loss's backward."""
@@ -519,11 +543,17 @@ class TokenSliceEngine(PipelineEngine):
         ds_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
         ForwardSlice: _exec_forward,
         BackwardSlice: _exec_backward,
+        BackwardInput: _exec_backward_input,
+        BackwardWeight: _exec_backward_weight,
         SendActivationSlice: _exec_send_activation,
         RecvActivationSlice: _exec_recv_activation,
         SendGradSlice: _exec_send_grad,
         RecvGradSlice: _exec_recv_grad,
     }
+
+
+def _nothing() -> None:
+    """Stands for work that has been done."""
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch.distributed
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ..schedule.instructions import BackwardSlice, ForwardSlice
+from ..schedule.instructions import BackwardInput, BackwardSlice, BackwardWeight, ForwardSlice
 from ..schedule.trace import MeasuredTimeline, Span
 
 _COMPUTE = {
@@ -19,6 +19,8 @@ _COMPUTE = {
     ds_schedule.BackwardPass: "B",
     ForwardSlice: "F",
     BackwardSlice: "B",
+    BackwardInput: "B",
+    BackwardWeight: "W",
 }
 
 

@@ -12,6 +12,7 @@ from .adapter import Tensors
 from .channel import Slot
 from .kv_context import SequenceContext
 from .loss import MicroBatchLoss
+from .weight_grads import Work
 
 
 @dataclass
@@ -26,6 +27,8 @@ class GroupState:
         context: the K and V of its earlier slices.
         inputs: the stage's inputs of each slice in flight.
         outputs: the stage's outputs of each slice in flight.
+        output_grads: their gradients, where they have come.
+        owed: weight gradients of each slice that have been put off.
     """
 
     micro_batch: int
@@ -36,6 +39,7 @@ class GroupState:
     inputs: dict[int, Tensors] = field(default_factory=dict)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     output_grads: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    owed: dict[int, list[Work]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, micro_batch: int, index: int, rows: slice, group: Group) -> GroupState:
@@ -55,6 +59,7 @@ class GroupState:
         self.inputs.clear()
         self.outputs.clear()
         self.output_grads.clear()
+        self.owed.clear()
 
 
 @dataclass

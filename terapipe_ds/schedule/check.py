@@ -2,7 +2,8 @@
 
 Rules, for every stage:
 
-1. each slice has one F and, where the schedule trains, one B, and the F comes first;
+1. each slice has one F, then, where the schedule trains, one B, and then, where any backward is
+   split, one W;
 2. within a micro-batch F ascends (a slice attends to the earlier ones) and B descends (a slice's
    dK and dV are complete when all later slices have added theirs);
 3. neighbouring stages run the F, and the B, in the same order, so that on each channel the order of
@@ -16,7 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ScheduleError
-from .order import Action, Order, in_flight_bound, slice_counts
+from .order import Action, Kind, Order, in_flight_bound, slice_counts
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+_AFTER: dict[Kind, Kind] = {"B": "F", "W": "B"}
 
 
 def check(
@@ -93,27 +97,28 @@ def _fail(order: Order, stage: int, index: int, reason: str) -> None:
 def _check_complete(
     order: Order, stage: int, stage_actions: Sequence[Action], counts: Sequence[int]
 ) -> None:
-    trains = any(action.kind == "B" for stage_row in order for action in stage_row)
+    kinds = {action.kind for stage_row in order for action in stage_row}
+    needs: list[Kind] = [kind for kind in _KINDS if kind in kinds or kind == "F"]
     seen: set[Action] = set()
     for index, action in enumerate(stage_actions):
         if action in seen:
             _fail(order, stage, index, f"{action} runs twice")
-        if action.kind not in ("F", "B"):
+        if action.kind not in _KINDS:
             _fail(order, stage, index, f"{action.kind!r} is not a kind of action")
         if not (
             0 <= action.micro_batch < len(counts) and 0 <= action.slice < counts[action.micro_batch]
         ):
             _fail(order, stage, index, f"{action} is not a slice of this batch")
-        if action.kind == "B" and action._replace(kind="F") not in seen:
-            _fail(order, stage, index, f"{action} runs before its forward")
+        before = _AFTER.get(action.kind)
+        if before is not None and action._replace(kind=before) not in seen:
+            _fail(order, stage, index, f"{action} runs before {action._replace(kind=before)}")
         seen.add(action)
-    kinds = 2 if trains else 1
-    if len(seen) != kinds * sum(counts):
+    if len(seen) != len(needs) * sum(counts):
         expected = {
             Action(kind, d, s)
             for d, count in enumerate(counts)
             for s in range(count)
-            for kind in (("F", "B") if trains else ("F",))
+            for kind in needs
         }
         raise ScheduleError(f"stage {stage}: {min(expected - seen)} never runs\n{grid(order)}")
 
@@ -121,6 +126,8 @@ def _check_complete(
 def _check_direction(order: Order, stage: int, stage_actions: Sequence[Action]) -> None:
     last: dict[tuple[str, int], int] = {}
     for index, action in enumerate(stage_actions):
+        if action.kind == "W":
+            continue
         key = (action.kind, action.micro_batch)
         if key in last:
             ascends = action.slice > last[key]
@@ -151,21 +158,28 @@ def _check_progress(order: Order) -> None:
         for stage, stage_actions in enumerate(order):
             while position[stage] < len(stage_actions):
                 action = stage_actions[position[stage]]
-                source = stage - 1 if action.kind == "F" else stage + 1
-                if 0 <= source < len(order) and (source, action) not in done:
+                source = _source(stage, action)
+                waits = source != stage and 0 <= source < len(order)
+                if waits and (source, action) not in done:
                     break
                 done.add((stage, action))
                 position[stage] += 1
                 moved = True
     for stage, stage_actions in enumerate(order):
         if position[stage] < len(stage_actions):
-            source = stage - 1 if stage_actions[position[stage]].kind == "F" else stage + 1
+            source = _source(stage, stage_actions[position[stage]])
             _fail(order, stage, position[stage], f"deadlock, it waits for stage {source} for ever")
+
+
+def _source(stage: int, action: Action) -> int:
+    """The stage that an action's input comes from; itself for a weight gradient."""
+    return stage + {"F": -1, "B": 1, "W": 0}[action.kind]
 
 
 def _check_in_flight(order: Order, stage: int, bound: int) -> None:
     in_flight = 0
+    released_by = "W" if any(action.kind == "W" for action in order[stage]) else "B"
     for index, action in enumerate(order[stage]):
-        in_flight += 1 if action.kind == "F" else -1
+        in_flight += (action.kind == "F") - (action.kind == released_by)
         if in_flight > bound:
             _fail(order, stage, index, f"{in_flight} slices in flight, the bound is {bound}")

@@ -43,6 +43,26 @@ class BackwardSlice(SliceInstruction):
     """
 
 
+class BackwardInput(SliceInstruction):
+    """Compute the gradient of a slice's inputs; its weights' gradients are put off.
+
+    .. code-block:: python
+
+        with current_slice(contexts[micro_batch], ranges[micro_batch][slice]), put_off(work):
+            backward(outputs[micro_batch][slice], grads[micro_batch][slice])
+    """
+
+
+class BackwardWeight(SliceInstruction):
+    """Compute the gradients of weights that a slice's ``BackwardInput`` has put off.
+
+    .. code-block:: python
+
+        for each in work[micro_batch][slice]:
+            each()
+    """
+
+
 class SendActivationSlice(SliceInstruction):
     """Post the send of a slice's outputs to the next stage.
 

@@ -13,7 +13,9 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from .instructions import (
+    BackwardInput,
     BackwardSlice,
+    BackwardWeight,
     ForwardSlice,
     RecvActivationSlice,
     RecvGradSlice,
@@ -36,6 +38,7 @@ def lower(actions: Sequence[Action], *, stage: int, stages: int) -> list[list[Pi
     """
     upstream, downstream = stage > 0, stage < stages - 1
     trains = any(action.kind == "B" for action in actions)
+    backward = BackwardInput if any(action.kind == "W" for action in actions) else BackwardSlice
     steps: list[list[PipeInstruction]] = []
     for action in actions:
         slot = {"micro_batch": action.micro_batch, "slice": action.slice}
@@ -46,10 +49,12 @@ def lower(actions: Sequence[Action], *, stage: int, stages: int) -> list[list[Pi
             step.append(ForwardSlice(**slot))
             if downstream:
                 step.append(SendActivationSlice(**slot))
+        elif action.kind == "W":
+            step.append(BackwardWeight(**slot))
         else:
             if downstream:
                 step.append(RecvGradSlice(**slot))
-            step.append(BackwardSlice(**slot))
+            step.append(backward(**slot))
             if upstream:
                 step.append(SendGradSlice(**slot))
         steps.append(step)

@@ -17,7 +17,8 @@ Kind = Literal["F", "B", "W"]
 class Action(NamedTuple):
     """One piece of a stage's work: the forward or the backward of one slice.
 
-    ``W`` is the weight gradient, where a schedule splits it off the backward.
+    Where a schedule splits the backward, ``B`` is the gradient of the slice's inputs, which the
+    stage before waits for, and ``W`` that of the weights, which nothing waits for.
     """
 
     kind: Kind
@@ -61,8 +62,9 @@ def actions(name: str, stages: int, micro_batches: int, slices: int | Sequence[i
 
     Args:
         name: ``"gpipe"`` (TeraPipe's own: all forwards, then all backwards reversed), ``"1f1b"``
-            (slices ascending forward; backward by micro-batch, its slices descending) or
-            ``"forward"`` (evaluation: no backward).
+            (slices ascending forward; backward by micro-batch, its slices descending),
+            ``"zb-h1"`` (as 1f1b, with weight gradients apart and later) or ``"forward"``
+            (evaluation: no backward).
         stages: the number of pipeline stages.
         micro_batches: the number of micro-batches.
         slices: the number of slices, one for all micro-batches or one for each.
@@ -83,7 +85,10 @@ def actions(name: str, stages: int, micro_batches: int, slices: int | Sequence[i
 def in_flight_bound(
     name: str, *, stage: int, stages: int, micro_batches: int, slices: int | Sequence[int]
 ) -> int:
-    """The most slices whose forward has run and whose backward has not, on one stage."""
+    """The most slices whose forward has run and whose backward has not, on one stage.
+
+    Where the backward is split, a slice counts until its weight gradient.
+    """
     if not 0 <= stage < stages:
         raise ConfigError(
             f"schedule: found stage {stage} of {stages}, allowed are 0 to {stages - 1}"
@@ -133,12 +138,39 @@ def _one_forward_one_backward(stage: int, stages: int, counts: Sequence[int]) ->
     return order
 
 
+def _zero_bubble_h1(stage: int, stages: int, counts: Sequence[int]) -> list[Action]:
+    """ZB-H1 over slices (Qi et al., arXiv 2401.10241): 1F1B, its weight gradients later.
+
+    Stage ``k`` may owe ``k`` weight gradients. Later stages, which 1F1B lets hold fewer slices,
+    thus hold as many as the first, and have work left for the time in which the last backwards
+    travel to the first stage.
+    """
+    order: list[Action] = []
+    owed: list[Action] = []
+    for action in _one_forward_one_backward(stage, stages, counts):
+        order.append(action)
+        if action.kind == "B":
+            owed.append(action._replace(kind="W"))
+            if len(owed) > stage:
+                order.append(owed.pop(0))
+    return order + owed
+
+
 def _all_in_flight(stage: int, stages: int, counts: Sequence[int]) -> int:
     return sum(counts)
 
 
 def _bound_1f1b(stage: int, stages: int, counts: Sequence[int]) -> int:
     return min(sum(counts), stages - stage + max(counts) - 1)
+
+
+def _bound_zero_bubble_h1(stage: int, stages: int, counts: Sequence[int]) -> int:
+    return min(sum(counts), stages + max(counts) - 1)
+
+
+def splits_backward(name: str) -> bool:
+    """Whether a schedule has weight gradients apart."""
+    return any(action.kind == "W" for action in _schedule(name).stage_actions(0, 1, [1]))
 
 
 class _Schedule(NamedTuple):
@@ -149,6 +181,7 @@ class _Schedule(NamedTuple):
 _SCHEDULES = {
     "1f1b": _Schedule(_one_forward_one_backward, _bound_1f1b),
     "gpipe": _Schedule(_gpipe, _all_in_flight),
+    "zb-h1": _Schedule(_zero_bubble_h1, _bound_zero_bubble_h1),
     "forward": _Schedule(_forward_only, _all_in_flight),
 }
 

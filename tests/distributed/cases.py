@@ -19,7 +19,7 @@ UNEVEN = {
 }
 CHOICES: dict[str, list[Any]] = {
     "micro_batches": [1, 3],
-    "schedule": ["1f1b", "gpipe"],
+    "schedule": ["1f1b", "gpipe", "zb-h1"],
     "positions": ["learned_absolute", "rope"],
     "grouped_queries": [False, True],
     "tied_head": [True, False],
