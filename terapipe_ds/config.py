@@ -7,7 +7,7 @@ here: an unknown key or an impossible value is refused in one line.
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -45,6 +45,12 @@ class TeraPipeConfig(BaseModel):
 
     memory_gib: float | None = Field(None, gt=0, strict=True, allow_inf_nan=False)
     """With ``"auto"``: plans that need more on a rank are dropped; a GPU's own memory if None."""
+
+    trace: str | None = Field(None, strict=True, min_length=1)
+    """A folder for timelines of the steps in ``trace_steps``."""
+
+    trace_steps: list[Annotated[int, Field(ge=0, strict=True)]] = [2]
+    """Steps to trace, from 0; the first ones still claim memory and connect."""
 
     timeout_s: float = Field(1800.0, gt=0, strict=True, allow_inf_nan=False)
     """Seconds that a rank may wait for another before the job is ended."""

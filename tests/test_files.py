@@ -28,6 +28,14 @@ def test_replaces_what_was_there(tmp_path: Path) -> None:
     assert names(tmp_path) == ["plan.json"]
 
 
+def test_who_reads_the_old_file_goes_on_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    with path.open() as file:
+        write_text(path, "new")
+        assert file.read() == "old"
+
+
 def test_a_failing_write_leaves_the_old_file(tmp_path: Path) -> None:
     """A character that no encoding has, after much that could be written."""
     path = tmp_path / "plan.json"

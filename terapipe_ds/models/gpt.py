@@ -370,12 +370,12 @@ def _adapter(
         mean_over_valid_tokens=loss_is_token_mean,
         token_weights=lambda labels: labels[1],
         check=_check_stage,
-        split_backward=_split_backward,
+        split_backward=split_backward,
         keep_random_state=_keep_random_state,
     )
 
 
-def _split_backward(module: torch.nn.Module) -> None:
+def split_backward(module: torch.nn.Module) -> None:
     """Lets all linear layers of a stage put their weights' gradients off."""
     split_linear_layers(module)
     for layer in module.modules():

@@ -33,7 +33,7 @@ from ..runtime.loss import MicroBatchLoss
 from ..runtime.profiler import Chain, Measurements, StageUnderTest, chains, held_bytes, measure
 from ..runtime.transfers import time_transfers
 from ..scheme import SliceScheme, TokenRange
-from .gpt import batch, gpt_pipeline
+from .gpt import batch, gpt_pipeline, split_backward
 from .preset import ModelPreset
 
 _SEED = 1234
@@ -84,6 +84,7 @@ def profile_model(
         activation_checkpoint_interval=preset.activation_checkpoint_interval,
         seed=_SEED,
     )
+    split_backward(module)
     about = _about(preset, layers=layers, stages=stages)
     kinds = _kinds(module, layers, stages)
     timed = chains(
@@ -214,6 +215,8 @@ def _stage_under_test(preset: ModelPreset, module: Any, part: _Part) -> StageUnd
         parameters=list(parameters.values()),
         device=device,
         loss=make_loss if part.has_loss else None,
+        # So one cost file serves all schedules.
+        splits_backward=True,
     )
 
 
@@ -288,7 +291,7 @@ class _Partial:
     def of(self, kind: str) -> Measurements:
         """The rounds of one kind of stage, those of an earlier run included."""
         rounds = [
-            [[(forward, backward) for forward, backward in times] for times in each]
+            [[(forward, backward, weight) for forward, backward, weight in times] for times in each]
             for each in self._before.get(kind, [])
         ]
         self._found[kind] = Measurements(self._timed, rounds)

@@ -22,6 +22,9 @@ Floats = NDArray[np.float64]
 SCHEMA = "terapipe-cost"
 VERSION = 1
 
+# Of a backward the weight gradients, where nobody has measured: of a linear layer's two products.
+_WEIGHT_SHARE = 0.5
+
 KINDS = ("first", "middle", "last")
 """Names of stages where a file holds one of each kind instead of every stage."""
 
@@ -34,8 +37,9 @@ class Sample(NamedTuple):
         context: tokens before it.
         sequences: sequences that went together.
         forward_ms: its forward.
-        backward_ms: its backward.
+        backward_ms: its backward, weight gradients included.
         held_out: whether the fit has not seen it.
+        weight_ms: of the backward the weight gradients, where they were put off; 0 otherwise.
     """
 
     length: int
@@ -44,6 +48,7 @@ class Sample(NamedTuple):
     forward_ms: float
     backward_ms: float
     held_out: bool = False
+    weight_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,12 +126,13 @@ class StageCost:
     Attributes:
         name: ``stage 0``, ``stage 1``, ... or ``first``, ``middle``, ``last``.
         forward: its forward's time.
-        backward: its backward's time.
+        backward: its backward's time, weight gradients included.
         error: median relative error of forward and backward together on samples that the fit has
             not seen; None where there are none.
         errors: the same for every form of fit that was tried.
         samples: what was measured.
         memory: what its ranks hold, where it was measured.
+        weight: of the backward the weight gradients, where they were measured apart.
     """
 
     name: str
@@ -136,6 +142,15 @@ class StageCost:
     errors: Mapping[str, float] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
     memory: StageMemory | None = None
+    weight: Fit | None = None
+
+    def weight_share(self, length: Any, context: Any, sequences: Any = 1) -> Floats:
+        """Of a backward the ms of weight gradients; half of it where that was not measured."""
+        backward = self.backward(length, context, sequences)
+        if self.weight is None:
+            return backward * _WEIGHT_SHARE
+        weight: Floats = np.minimum(self.weight(length, context, sequences), backward)
+        return weight
 
     def time(self, length: Any, context: Any, sequences: Any = 1) -> Floats:
         """Forward and backward, in ms."""
@@ -301,7 +316,7 @@ def _stage_to_dict(stage: StageCost) -> dict[str, Any]:
 
 
 def _stage_from_dict(content: Mapping[str, Any]) -> StageCost:
-    memory = content["memory"]
+    memory, weight = content["memory"], content["weight"]
     return StageCost(
         name=str(content["name"]),
         forward=_fit_from_dict(content["forward"]),
@@ -310,6 +325,7 @@ def _stage_from_dict(content: Mapping[str, Any]) -> StageCost:
         errors=dict(content["errors"]),
         samples=tuple(Sample(*sample) for sample in content["samples"]),
         memory=None if memory is None else StageMemory(**memory),
+        weight=None if weight is None else _fit_from_dict(weight),
     )
 
 

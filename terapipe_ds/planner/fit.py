@@ -61,6 +61,9 @@ def fit_stage(
     errors = {form: median_error(fit, held_out or seen) for form, fit in fits.items()}
     best = min(errors, key=lambda form: errors[form])
     forward, backward = fits[best]
+    weight = None
+    if any(sample.weight_ms for sample in seen):
+        weight = _FORMS[best](columns, np.array([sample.weight_ms for sample in seen]))
     return StageCost(
         name=name,
         forward=forward,
@@ -69,6 +72,7 @@ def fit_stage(
         errors=errors if held_out else {},
         samples=tuple(samples),
         memory=memory,
+        weight=weight,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..files import write_text
-from ..schedule.order import Kind, actions
+from ..schedule.order import Kind, actions, splits_backward
 from ..schedule.simulator import Timeline, simulate_order
 from ..scheme import Group, SliceScheme
 from .cost import CostModel
@@ -31,8 +31,6 @@ VERSION = 1
 _EVEN = (1, 2, 4, 8, 16, 32, 64)
 # More schemes of the solver that are scored.
 _KEPT = 6
-# Where a cost knows no forward apart: a backward takes twice as long as a forward.
-_FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,8 @@ def plan(
     Args:
         cost: anything with the ``time`` of a :class:`~terapipe_ds.planner.CostModel`. A
             ``CostModel`` also knows stages apart, forward and backward apart, transfers and memory;
-            for others all stages are alike, a forward is a third, and transfers take no time.
+            for others all stages are alike, a forward is a third (and the weight gradients are, for
+            schedules that put them off), and transfers take no time.
         seq_length: tokens of a sequence.
         stages: the number of pipeline stages.
         sequences: sequences of a micro-batch; with ``micro_batches=1``, all those of a step.
@@ -290,11 +289,13 @@ def predict(
     """
     groups = scheme.groups * micro_batches
     order = actions(schedule, stages, len(groups), [len(group.lengths) for group in groups])
-    times = [_group_times(cost, stage, stages, scheme) for stage in range(stages)]
+    split = splits_backward(schedule)
+    times = [_group_times(cost, stage, stages, scheme, split) for stage in range(stages)]
+
+    kinds: dict[Kind, int] = {"F": 0, "B": 1, "W": 2}
 
     def duration(stage: int, kind: Kind, micro_batch: int, index: int) -> float:
-        forward, backward = times[stage][groups[micro_batch]]
-        return forward[index] if kind == "F" else backward[index]
+        return times[stage][groups[micro_batch]][kinds[kind]][index]
 
     if not isinstance(cost, CostModel):
         return simulate_order(order, duration)
@@ -347,10 +348,10 @@ class _Scorer:
 
 
 def _group_times(
-    cost: Cost, stage: int, stages: int, scheme: SliceScheme
-) -> dict[Group, tuple[list[float], list[float]]]:
-    """Forward and backward of every slice of every group of the scheme, on one stage."""
-    times = {}
+    cost: Cost, stage: int, stages: int, scheme: SliceScheme, split: bool
+) -> dict[Group, tuple[list[float], ...]]:
+    """Forward, backward and weight gradients of every slice of every group, on one stage."""
+    times: dict[Group, tuple[list[float], ...]] = {}
     for group in set(scheme.groups):
         lengths = np.array(group.lengths)
         contexts = np.array([tokens.start for tokens in group.ranges()])
@@ -358,10 +359,14 @@ def _group_times(
             at = cost.stage(stage, stages)
             forward = at.forward(lengths, contexts, group.sequences)
             backward = at.backward(lengths, contexts, group.sequences)
+            weight = at.weight_share(lengths, contexts, group.sequences)
         else:
             both = np.asarray(cost.time(lengths, contexts, group.sequences), dtype=np.float64)
-            forward, backward = both * _FORWARD_SHARE, both * (1 - _FORWARD_SHARE)
-        times[group] = forward.tolist(), backward.tolist()
+            # All three products of a layer take the same time.
+            forward, backward, weight = both / 3, both * 2 / 3, both / 3
+        if split:
+            backward = backward - weight
+        times[group] = forward.tolist(), backward.tolist(), weight.tolist()
     return times
 
 

@@ -29,7 +29,7 @@ from ..planner.cost import CostModel, StageCost, Transfer
 from ..planner.fit import fit_stage
 from ..planner.memory import GIB, StageMemory, optimizer_bytes
 from ..planner.planning import Plan, plan
-from ..schedule.order import Action
+from ..schedule.order import Action, splits_backward
 from ..scheme import SliceScheme, TokenRange
 from .adapter import Dims, TensorDims, Tensors, as_tuple
 from .agreement import settings
@@ -361,6 +361,7 @@ def _stage_under_test(
         device=engine.device,
         loss=make_loss if engine.is_last_stage() else None,
         autocast=lambda: autocast_if_enabled(engine),
+        splits_backward=splits_backward(engine.terapipe.schedule),
     )
 
 
@@ -453,6 +454,7 @@ def _about(engine: TokenSliceEngine, shape: BatchShape) -> dict[str, Any]:
             str(engine.module.activation_checkpoint_func),
         ],
         "loss": engine._loss_mode,
+        "splits_backward": splits_backward(engine.terapipe.schedule),
         "autocast": torch.is_autocast_enabled(device.type),
         **{key: value for key, value in compared.items() if any(word in key for word in keep)},
     }

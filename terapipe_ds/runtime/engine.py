@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -52,6 +52,7 @@ from .loading import load
 from .loss import MicroBatchLoss, check_loss_fits, choose_loss
 from .refuse import check_module, check_supported
 from .step import StepState
+from .tracing import Tracer
 from .watchdog import Wait, Watchdog
 from .weight_grads import put_off, split_linear_layers
 
@@ -101,6 +102,9 @@ class TokenSliceEngine(PipelineEngine):
         self._step: StepState | None = None
         self._agreed = False
         self._trains = any(parameter.requires_grad for parameter in module.parameters())
+        self._tracer = None
+        if block.trace is not None:
+            self._tracer = Tracer(self, block.trace, block.trace_steps)
         if splits_backward(block.schedule):
             (self._adapter.split_backward or split_linear_layers)(module)
         self._auto = AutoPlans(self) if block.slices == "auto" else None
@@ -141,7 +145,7 @@ class TokenSliceEngine(PipelineEngine):
             ConfigError: on every rank, if the slices do not fit the loaded micro-batches.
             RankFailure: if a neighbour was lost.
         """
-        with self._guarded():
+        with self._guarded(), self._tracing():
             return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,6 +212,9 @@ class TokenSliceEngine(PipelineEngine):
                 self._step.release()
                 self._step = None
 
+    def _tracing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._tracer is None else self._tracer.step()
+
     def _train_schedule(self) -> TokenSliceSchedule:
         return self._begin_step(self.terapipe.schedule, self.micro_batches, training=True)
 
@@ -257,6 +264,8 @@ class TokenSliceEngine(PipelineEngine):
                 for loaded, scheme in zip(labels, schemes, strict=False)
             ],
         )
+        if self._tracer is not None:
+            self._tracer.saw(self._step.slices)
         order = self._order(schedule, self._step.slices)
         self._begin_receives(order)
         return TokenSliceSchedule(

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..planner.cost import Sample
 from ..scheme import SliceScheme, TokenRange
 from .kv_context import SequenceContext, current_slice
+from .weight_grads import Work, put_off
 
 Tensors = Tensor | tuple[Tensor, ...]
 
@@ -61,6 +62,7 @@ class StageUnderTest:
         device: where it runs.
         loss: on the last stage, makes the loss of a scheme.
         autocast: around every forward.
+        splits_backward: whether weight gradients are put off, and timed apart.
     """
 
     run: Callable[[Tensors], Any]
@@ -69,6 +71,7 @@ class StageUnderTest:
     device: torch.device
     loss: Callable[[SliceScheme], SliceLoss] | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    splits_backward: bool = False
 
     def synchronize(self) -> None:
         """Waits for the device."""
@@ -141,8 +144,8 @@ def _random_lengths(draw: random.Random, seq_length: int, granularity: int) -> t
     return tuple(stop - start for start, stop in zip([0, *stops], stops, strict=False))
 
 
-SliceTimes = list[tuple[float, float]]
-"""(forward, backward) of every slice of a chain, in ms."""
+SliceTimes = list[tuple[float, float, float]]
+"""(forward, backward with weight gradients, weight gradients that were put off) of slices, ms."""
 
 
 def run_chain(stage: StageUnderTest, chain: Chain) -> SliceTimes:
@@ -162,19 +165,27 @@ def run_chain(stage: StageUnderTest, chain: Chain) -> SliceTimes:
                 loss.forward(0, index, output)
         outputs.append(output if isinstance(output, tuple) else (output,))
     backward: list[float] = []
+    weight: list[float] = []
     for index, tokens in reversed(list(enumerate(ranges))):
         if loss is None:
             roots = [tensor for tensor in outputs.pop() if tensor.requires_grad]
             grads: list[Tensor | None] = [torch.ones_like(root) for root in roots]
         else:
             outputs.pop()
-        with _timed(stage, backward), current_slice(tokens, context, backward=True):
+        owed: list[Work] = []
+        puts_off = put_off(owed) if stage.splits_backward else nullcontext()
+        with _timed(stage, backward), current_slice(tokens, context, backward=True), puts_off:
             if loss is not None:
                 root, grad = loss.take_root(0, index, lambda value: value)
                 roots, grads = [root], [grad]
             if roots:
                 torch.autograd.backward(roots, grads)
-    return list(zip(forward, reversed(backward), strict=True))
+        with _timed(stage, weight):
+            for work in owed:
+                work()
+    weight = weight if stage.splits_backward else [0.0] * len(backward)
+    whole = [inputs + apart for inputs, apart in zip(backward, weight, strict=True)]
+    return list(zip(forward, reversed(whole), reversed(weight), strict=True))
 
 
 @contextmanager
@@ -207,6 +218,7 @@ class Measurements:
                 forward_ms=median(times[index][0] for times in rounds),
                 backward_ms=median(times[index][1] for times in rounds),
                 held_out=chain.held_out,
+                weight_ms=median(times[index][2] for times in rounds),
             )
             for chain, rounds in zip(self.chains, self.rounds, strict=True)
             if rounds
@@ -220,7 +232,7 @@ class Measurements:
             if len(rounds) < 2:
                 return float("inf")
             for index in range(len(rounds[0])):
-                totals = [sum(times[index]) for times in rounds]
+                totals = [sum(times[index][:2]) for times in rounds]
                 before = median(totals[:-1])
                 changes.append(abs(median(totals) - before) / before)
         return median(changes)

@@ -82,7 +82,10 @@ class _WithWeight(torch.autograd.Function):
         weight: Tensor,
         gathered: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
+        ctx.save_for_backward(inputs)
+        # Not saved as the inputs are: activation checkpointing would give another tensor back, and
+        # the gradient has to reach this leaf.
+        ctx.weight = weight
         ctx.gathered = gathered
         # An alias that is no view to autograd: what follows may work in place, as megatron's cross
         # entropy does, and no product saves its output.
@@ -90,8 +93,8 @@ class _WithWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
-        gathered = ctx.gathered
+        (inputs,) = ctx.saved_tensors
+        weight, gathered = ctx.weight, ctx.gathered
 
         def work() -> None:
             accumulate(weight, _weight_gradient(gathered(inputs), grad))

@@ -83,6 +83,25 @@ class MeasuredTimeline:
         start, stop = self.window
         return [1 - busy / (stop - start) for busy in self.busy()]
 
+    def shares(self) -> list[dict[str, float]]:
+        """How each stage spent the window: busy computing, waiting for a neighbour, or idle.
+
+        Idle is all the rest: before its first and after its last instruction, and what sending and
+        the engine itself took between them.
+        """
+        start, stop = self.window
+        whole = stop - start
+        shares = []
+        for busy, spans in zip(self.busy(), self.stages, strict=True):
+            waiting = sum(
+                max(0.0, min(span.stop, stop) - max(span.start, start))
+                for span in spans
+                if span.what.startswith("Recv")
+            )
+            idle = whole - busy - waiting
+            shares.append({"busy": busy / whole, "waiting": waiting / whole, "idle": idle / whole})
+        return shares
+
 
 def write_chrome_trace(path: Path, timelines: Mapping[str, MeasuredTimeline]) -> None:
     """Writes timelines for ``ui.perfetto.dev`` or ``chrome://tracing``, a process a timeline.

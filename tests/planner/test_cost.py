@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ MEMORY = StageMemory(1.0, 2.0, 3.0, 4.5, 5.0)
 
 def full_model() -> CostModel:
     """Every part has a value of its own."""
-    samples = (Sample(8, 0, 1, 1.5, 3.0), Sample(8, 16, 2, 2.5, 5.0, held_out=True))
-    first = StageCost("stage 0", FIT, line(1.0, 0.5), 0.01, {"table": 0.01}, samples, MEMORY)
+    samples = (Sample(8, 0, 1, 1.5, 3.0), Sample(8, 16, 2, 2.5, 5.0, True, 1.25))
+    parts: dict[str, Any] = {"samples": samples, "memory": MEMORY, "weight": line(0.5, 0.125)}
+    first = StageCost("stage 0", FIT, line(1.0, 0.5), 0.01, {"table": 0.01}, **parts)
     transfer = Transfer(0.25, 1e-6, 4096.0, samples=((1e3, 0.251), (1e6, 1.25)))
     return CostModel((first, stage("stage 1")), 512, transfer, {"device": "cpu", "tp": [1, 2]})
 
@@ -77,6 +79,14 @@ def test_scalars_and_arrays_broadcast(time: Any) -> None:
 def test_a_stage_takes_forward_and_backward() -> None:
     costs = StageCost("stage 0", line(1.0, 0.5), line(3.0, 1.0))
     assert costs.time(4, 0) == pytest.approx(1 + 2 + 3 + 4)
+
+
+def test_weight_gradients_take_no_longer_than_the_backward() -> None:
+    costs = StageCost("stage 0", line(1.0, 0.5), line(3.0, 1.0))
+    assert costs.weight_share(5, 0) == pytest.approx(4)
+    apart = dataclasses.replace(costs, weight=line(0.0, 2.0))
+    assert apart.weight_share([1, 5], 0).tolist() == pytest.approx([2, 8])
+    assert apart.time(5, 0) == costs.time(5, 0)
 
 
 def test_the_slowest_stage_counts() -> None:

@@ -207,6 +207,18 @@ def test_never_below_half_of_what_was_measured() -> None:
     assert forward(np.arange(1, 200), 0).min() >= 2
 
 
+def test_weight_gradients_are_fitted_where_they_were_put_off() -> None:
+    assert fit_stage("stage 0", measured(paper)).weight is None
+    put_off = [
+        sample._replace(weight_ms=0.7 * sample.forward_ms)
+        for sample in measured(paper, sequences=(1, 2))
+    ]
+    stage = fit_stage("stage 0", put_off)
+    for length, context, size in itertools.product(NEW_LENGTHS, CONTEXTS, (1, 2)):
+        expected = 0.7 * paper(length, context, size)
+        assert stage.weight_share(length, context, size) == pytest.approx(expected, rel=1e-6)
+
+
 def test_memory_goes_with_the_stage() -> None:
     memory = StageMemory(1.0, 2.0, 3.0, 4.0, 5.0)
     assert fit_stage("stage 0", measured(paper), memory=memory).memory is memory

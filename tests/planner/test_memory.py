@@ -85,7 +85,7 @@ def test_a_slice_is_held_until_its_weight_gradient() -> None:
 
 
 @given(
-    st.sampled_from(["gpipe", "1f1b"]),
+    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
     st.integers(1, 4),
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.integers(1, 5),

@@ -6,9 +6,11 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,12 +67,13 @@ def test_paper_latency_by_hand() -> None:
     assert paper_latency(cost, scheme, 4, micro_batches=2) == 59 + 3 * 18
 
 
-def test_predict_by_hand() -> None:
+@pytest.mark.parametrize("group", [(1, [64, 64]), (2, [32, 32])])
+def test_predict_by_hand(group: tuple[int, list[int]]) -> None:
     """Two slices of 64 tokens on two stages, a message of 1.28 ms and 0.5 ms on the way."""
     costs = StageCost("stage 0", line(1.0, 1 / 64), line(2.0, 2 / 64))
     transfer = Transfer(latency_ms=0.5, ms_per_byte=0.01, bytes_per_token=2.0)
     cost = model(costs, transfer=transfer)
-    timeline = predict(cost, SliceScheme([(1, [64, 64])]), stages=2, schedule="gpipe")
+    timeline = predict(cost, SliceScheme([group]), stages=2, schedule="gpipe")
     first, last = ([event.start_ms for event in row] for row in timeline.events)
     assert first == pytest.approx([0, 2, 13.56, 17.56])
     assert last == pytest.approx([3.78, 5.78, 7.78, 11.78])
@@ -98,6 +101,29 @@ def test_a_cost_that_knows_no_forward_apart_has_a_third_of_it() -> None:
     assert times == pytest.approx([6, 10, 20, 12])
 
 
+def test_weight_gradients_are_a_part_of_the_backward() -> None:
+    """Where they are put off, both parts together take as long as before."""
+    general = Formula(lambda length, context, sequences: 3 * sequences * length)
+    half = stage()
+    apart = replace(half, weight=line(0.5, 1 / 128))
+    scheme = SliceScheme([(2, [64, 192])])
+    for cost, weights in (
+        (general, [2 * 64, 2 * 192]),
+        (model(half), half.backward([64, 192], [0, 64], 2) / 2),
+        (model(apart), [0.5 + 1, 0.5 + 3]),
+    ):
+        usual, split = (
+            predict(cost, scheme, stages=1, schedule=name).events[0] for name in ("1f1b", "zb-h1")
+        )
+        times = {str(event.action): event.stop_ms - event.start_ms for event in split}
+        assert [times["W0.0"], times["W0.1"]] == pytest.approx(list(weights))
+        for event in usual:
+            together = times[str(event.action)]
+            if event.action.kind == "B":
+                together += times[str(event.action._replace(kind="W"))]
+            assert event.stop_ms - event.start_ms == pytest.approx(together)
+
+
 def test_peak_memory_is_that_of_the_order() -> None:
     scheme = SliceScheme([(1, [128, 128])])
     step: dict[str, Any] = {"stages": 2, "schedule": "1f1b", "micro_batches": 3}
@@ -113,7 +139,7 @@ def test_peak_memory_is_that_of_the_order() -> None:
     st.sampled_from(KINDS),
     st.integers(0, 10**6),
     st.sampled_from(["paper", "simulate"]),
-    st.sampled_from(["gpipe", "1f1b"]),
+    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 2),
@@ -202,6 +228,20 @@ def test_the_only_plan_has_no_runner_up() -> None:
 
 
 @pytest.mark.parametrize("objective", ["paper", "simulate"])
+@pytest.mark.parametrize("seq_length", [5, 61, 64])
+def test_slices_end_on_the_grid(objective: Any, seq_length: int) -> None:
+    """Only what is on the grid is asked for, by the solver and by even cuts."""
+
+    def ms(length: Any, context: Any, sequences: int) -> Any:
+        stop = length + context
+        assert np.all(context % 8 == 0)
+        assert np.all((stop % 8 == 0) | (stop == seq_length))
+        return 1.0 + sequences * length
+
+    plan(Formula(ms), seq_length=seq_length, stages=4, sequences=2, objective=objective)
+
+
+@pytest.mark.parametrize("objective", ["paper", "simulate"])
 def test_group_sizes_are_kept(objective: Any) -> None:
     found = plan(model(), objective=objective, group_sizes=[2, 4], **PROBLEM)
     for scheme in (found.scheme, found.unsliced.scheme):
@@ -236,6 +276,8 @@ def test_for_deepspeed_makes_micro_batches_of_what_repeats() -> None:
 def test_for_deepspeed_keeps_the_mixture() -> None:
     mixed = a_plan(SliceScheme([(1, [4, 4]), (2, [8]), (2, [8]), (1, [4, 4]), (2, [8]), (2, [8])]))
     assert mixed.for_deepspeed() == (5, 2, SliceScheme([(1, [4, 4]), (2, [8]), (2, [8])]))
+    thirds = a_plan(SliceScheme([(1, [4, 4])] * 4 + [(2, [8])] * 6))
+    assert thirds.for_deepspeed() == (8, 2, SliceScheme([(1, [4, 4])] * 2 + [(2, [8])] * 3))
     once = a_plan(SliceScheme([(1, [4, 4])] * 2 + [(1, [8])]))
     assert once.for_deepspeed() == (3, 1, once.scheme)
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from terapipe_ds.errors import ConfigError, ScheduleError
 from terapipe_ds.schedule import Action, Order, Timeline, actions, simulate, simulate_order
-from terapipe_ds.schedule import order as orders
 
 Times = dict[tuple[int, Action], float]
 Place = tuple[int, Action]
@@ -69,7 +68,7 @@ def reader(times: Times) -> Callable[..., float]:
 @st.composite
 def cases(draw: st.DrawFn, *, whole: bool = False) -> Case:
     """A named schedule with random times, many of them alike or 0; all integers if ``whole``."""
-    name = draw(st.sampled_from(["gpipe", "1f1b", "forward"]))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "forward"]))
     stages = draw(st.integers(1, 5))
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     rng = random.Random(draw(st.integers(0, 10**6)))
@@ -110,18 +109,18 @@ def relaxed(case: Case, rng: random.Random) -> tuple[Times, Times]:
         moved = False
         for place in places:
             stage, action = place
-            down = action.kind == "F"
-            source = stage - 1 if down else stage + 1
+            step = {"F": 1, "B": -1, "W": 0}[action.kind]
+            source, target = stage - step, stage + step
             earliest = 0.0
             if place in before:
                 earliest = stop[before[place]]
                 if not case.overlap:
                     earliest = sent[before[place]]
-            if 0 <= source <= last:
+            if step and 0 <= source <= last:
                 earliest = max(earliest, sent[source, action] + case.latency_ms)
             ends = earliest + case.times[place]
             gone = ends
-            if stage != (last if down else 0):
+            if step and 0 <= target <= last:
                 free = sent[message_before[place]] if place in message_before else 0.0
                 gone = max(ends, free) + case.messages[place]
             if (start[place], stop[place], sent[place]) != (earliest, ends, gone):
@@ -271,19 +270,26 @@ def test_a_slice_is_held_until_its_weight_gradient() -> None:
     assert simulate_order([unsplit], by_kind(F=1.0, B=1.0)).peak_in_flight == [1]
 
 
-def test_named_schedules_that_split_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_schedule_that_splits_the_backward() -> None:
     """Three times of a slice go to its three actions; two are refused."""
-
-    def stage_actions(stage: int, stages: int, counts: Any) -> list[Action]:
-        return read("F0.0 F0.1 B0.1 B0.0 W0.1 W0.0")
-
-    schedule = orders._Schedule(stage_actions, lambda stage, stages, counts: sum(counts))
-    monkeypatch.setitem(orders._SCHEDULES, "split", schedule)
-    timeline = simulate("split", [[(1, 2, 4), (8, 16, 32)]], stages=1)
-    assert starts(timeline, 0) == [0, 1, 9, 25, 27, 59]
+    timeline = simulate("zb-h1", [[(1, 2, 4), (8, 16, 32)]], stages=1)
+    assert [str(event.action) for event in timeline.events[0]] == [
+        *("F0.0", "F0.1", "B0.1", "W0.1", "B0.0", "W0.0")
+    ]
+    assert starts(timeline, 0) == [0, 1, 9, 25, 57, 59]
     assert timeline.makespan_ms == 63
     with pytest.raises(ConfigError, match=r"found the times \(1, 2\) of a slice, allowed are"):
-        simulate("split", [[(1, 2)] * 2], stages=1)
+        simulate("zb-h1", [[(1, 2)] * 2], stages=1)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_late_weight_gradients_fill_the_bubble(stages: int) -> None:
+    """Of 1F1B's bubble, (K - 1) (F + B + W), those of W go; all kinds take 1 ms."""
+    count = 3 * stages
+    zero_bubble = simulate("zb-h1", [[(1.0, 1.0, 1.0)]] * count, stages=stages)
+    assert zero_bubble.makespan_ms == 3 * count + (stages - 1)
+    usual = simulate("1f1b", [[(1.0, 2.0)]] * count, stages=stages)
+    assert usual.makespan_ms == 3 * count + 3 * (stages - 1)
 
 
 def test_nothing_to_do_takes_no_time() -> None:
@@ -316,6 +322,8 @@ def test_as_a_slow_simulator_that_visits_actions_in_any_order(
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_events_are_the_order_and_the_sums_add_up(case: Case) -> None:
     timeline = case.run()
+    split = any(action.kind == "W" for action in case.order[0])
+    released_by = "W" if split else "B"
     assert [[event.action for event in row] for row in timeline.events] == case.order
     for stage, row in enumerate(timeline.events):
         assert all(a.stop_ms <= b.start_ms for a, b in pairwise(row))
@@ -328,7 +336,8 @@ def test_events_are_the_order_and_the_sums_add_up(case: Case) -> None:
         )
         in_flight = [0]
         for action in case.order[stage]:
-            in_flight.append(in_flight[-1] + (1 if action.kind == "F" else -1))
+            change = (action.kind == "F") - (action.kind == released_by)
+            in_flight.append(in_flight[-1] + change)
         assert timeline.peak_in_flight[stage] == max(in_flight)
 
 
