@@ -25,6 +25,9 @@ VERSION = 1
 # Of a backward the weight gradients, where nobody has measured: of a linear layer's two products.
 _WEIGHT_SHARE = 0.5
 
+# A clock's tick may hide a very short time.
+_TINY_MS = 1e-6
+
 KINDS = ("first", "middle", "last")
 """Names of stages where a file holds one of each kind instead of every stage."""
 
@@ -82,6 +85,8 @@ class Fit:
     least_ms: float = 0.0
 
     def __post_init__(self) -> None:
+        if len(self.jump) != 2:
+            raise ConfigError(f"cost: found a jump of {len(self.jump)} numbers, allowed are 2")
         for what, corners, values in (
             ("token counts", self.tokens, self.base_ms),
             ("lengths", self.lengths, self.price_ms),
@@ -179,13 +184,20 @@ class Transfer:
     ) -> Transfer:
         """From measured ``(bytes, ms)``, the same sizes on every link; the median over links."""
         columns = list(zip(*links, strict=True))
+        if not columns:
+            return cls(bytes_per_token=bytes_per_token)
         samples = [(column[0][0], float(np.median([ms for _, ms in column]))) for column in columns]
         size, ms = np.array(samples, dtype=np.float64).T
+        ms = np.maximum(ms, _TINY_MS)
         matrix = np.stack([np.ones_like(size), size], axis=1) / ms[:, None]
         latency, per_byte = np.linalg.lstsq(matrix, np.ones_like(ms), rcond=None)[0]
+        if len(ms) < 2 or latency < 0:
+            latency, per_byte = 0.0, np.median(ms / size)
+        elif per_byte < 0:
+            latency, per_byte = np.median(ms), 0.0
         return cls(
-            latency_ms=max(0.0, float(latency)),
-            ms_per_byte=max(0.0, float(per_byte)),
+            latency_ms=float(latency),
+            ms_per_byte=float(per_byte),
             bytes_per_token=bytes_per_token,
             samples=tuple(samples),
         )
@@ -210,6 +222,10 @@ class CostModel:
     seq_length: int
     transfer: Transfer = Transfer()
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ConfigError("cost: found no stages, allowed is at least one; profile again")
 
     def time(self, length: Any, context: Any, sequences: Any = 1) -> Any:
         """Forward and backward of a slice on the slowest stage, in ms.
@@ -287,7 +303,7 @@ class CostModel:
                 stages=tuple(_stage_from_dict(stage) for stage in content["stages"]),
                 seq_length=int(content["seq_length"]),
                 transfer=Transfer(**transfer),
-                about=content["about"],
+                about=dict(content["about"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(

@@ -31,6 +31,8 @@ from .memory import StageMemory
 Floats = NDArray[np.float64]
 Prices = Sequence[float] | Floats
 
+_TINY_MS = 1e-6
+
 
 def fit_stage(
     name: str, samples: Sequence[Sample], *, memory: StageMemory | None = None
@@ -46,7 +48,7 @@ def fit_stage(
         ConfigError: if there is too little to fit.
     """
     seen = [sample for sample in samples if not sample.held_out]
-    if len({sample.length for sample in seen if sample.context == 0}) < 2:
+    if len({sample.sequences * sample.length for sample in seen if sample.context == 0}) < 2:
         raise ConfigError(
             "cost: found measurements of fewer than 2 lengths without context, allowed are at "
             "least 2; give the profiler a larger budget"
@@ -54,8 +56,8 @@ def fit_stage(
     columns = _Columns.of(seen)
     fits = {}
     for form, fit in _FORMS.items():
-        forward = fit(columns, np.array([sample.forward_ms for sample in seen]))
-        backward = fit(columns, np.array([sample.backward_ms for sample in seen]))
+        forward = fit(columns, _times([sample.forward_ms for sample in seen]))
+        backward = fit(columns, _times([sample.backward_ms for sample in seen]))
         fits[form] = (forward, backward)
     held_out = [sample for sample in samples if sample.held_out]
     errors = {form: median_error(fit, held_out or seen) for form, fit in fits.items()}
@@ -63,7 +65,7 @@ def fit_stage(
     forward, backward = fits[best]
     weight = None
     if any(sample.weight_ms for sample in seen):
-        weight = _FORMS[best](columns, np.array([sample.weight_ms for sample in seen]))
+        weight = _FORMS[best](columns, _times([sample.weight_ms for sample in seen]))
     return StageCost(
         name=name,
         forward=forward,
@@ -80,8 +82,13 @@ def median_error(fit: tuple[Fit, Fit], samples: Sequence[Sample]) -> float:
     """Median of ``|predicted - measured| / measured``, forward and backward together."""
     columns = _Columns.of(samples)
     predicted = sum(each(columns.length, columns.context, columns.sequences) for each in fit)
-    measured = np.array([sample.forward_ms + sample.backward_ms for sample in samples])
+    measured = _times([sample.forward_ms + sample.backward_ms for sample in samples])
     return float(np.median(np.abs(predicted - measured) / measured))
+
+
+def _times(values: Sequence[float]) -> Floats:
+    """In ms; never 0, since errors are relative to them."""
+    return np.maximum(np.array(values, dtype=np.float64), _TINY_MS)
 
 
 class _Columns:
@@ -144,7 +151,7 @@ def _with_corners(
     form: str, columns: _Columns, times: Floats, prices: Prices, *, own_share: float
 ) -> Fit:
     corners = _apart(columns.tokens)
-    hats = [np.interp(columns.tokens, corners, row) for row in np.eye(len(corners))]
+    hats = [interpolate(columns.tokens, corners, row) for row in np.eye(len(corners))]
     terms = hats + columns.jump_terms() + columns.price_terms(prices, own_share)
     solution = _least_squares(terms, times, 1 / times)
     base, rest = solution[: len(corners)], solution[len(corners) :]

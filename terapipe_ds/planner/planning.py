@@ -62,7 +62,7 @@ class Plan:
         stages: the number of pipeline stages.
         micro_batches: how often the scheme is repeated in a step.
         granularity: slice lengths are multiples of this.
-        unsliced: the best that whole sequences can do.
+        unsliced: the best that whole sequences can do, of those that fit if any does.
         runner_up: the next best scheme, if there is another.
         bubble: for each stage the idle share, where it was simulated.
         memory: for each stage the most bytes at any time, where the cost model knows them.
@@ -85,21 +85,7 @@ class Plan:
     @property
     def speedup(self) -> float:
         """Against the best without slices."""
-        return self.unsliced.latency_ms / self.latency_ms
-
-    def or_unsliced(self, least_gain: float) -> Plan:
-        """This plan, or no slicing where the plan is thought faster by a smaller share."""
-        if self.unsliced.latency_ms - self.latency_ms > least_gain * self.unsliced.latency_ms:
-            return self
-        best = self.unsliced
-        return replace(
-            self,
-            scheme=best.scheme,
-            latency_ms=best.latency_ms,
-            bubble=best.bubble,
-            memory=best.memory,
-            runner_up=Candidate(self.scheme, self.latency_ms, self.bubble, self.memory),
-        )
+        return self.unsliced.latency_ms / self.latency_ms if self.latency_ms else 1.0
 
     def for_deepspeed(self) -> tuple[int, int, SliceScheme]:
         """The micro-batch size, the accumulation steps, and each micro-batch's scheme.
@@ -157,13 +143,23 @@ class Plan:
         values = {name: value for name, value in content.items() if name not in _HEADER}
         try:
             values["scheme"] = SliceScheme(values["scheme"])
-            for name in ("unsliced", "runner_up"):
-                if values[name] is not None:
-                    candidate = dict(values[name])
-                    candidate["scheme"] = SliceScheme(candidate["scheme"])
-                    values[name] = Candidate(**candidate)
-            return cls(**values)
-        except (KeyError, TypeError) as error:
+            values["unsliced"] = _candidate(values["unsliced"])
+            if values["runner_up"] is not None:
+                values["runner_up"] = _candidate(values["runner_up"])
+            values["latency_ms"] = float(values["latency_ms"])
+            read = cls(**values)
+            _check(
+                read.scheme.seq_length,
+                read.stages,
+                read.scheme.sequences,
+                read.granularity,
+                read.objective,
+                read.micro_batches,
+                0.0,
+            )
+            splits_backward(read.schedule)
+            return read
+        except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"plan: found {where} with a part that is missing or wrong ({error!r}), allowed is "
                 "a file written by 'terapipe plan --out'"
@@ -171,6 +167,15 @@ class Plan:
 
 
 _HEADER = ("schema", "version")
+
+
+def _candidate(content: Any) -> Candidate:
+    return Candidate(
+        SliceScheme(content["scheme"]),
+        float(content["latency_ms"]),
+        content["bubble"],
+        content["memory"],
+    )
 
 
 def paper_latency(cost: Cost, scheme: SliceScheme, stages: int, *, micro_batches: int = 1) -> float:
@@ -203,6 +208,7 @@ def plan(
     epsilon: float = 0.0,
     memory_bytes: float | None = None,
     group_sizes: Sequence[int] | None = None,
+    least_gain: float = 0.0,
 ) -> Plan:
     """The best scheme for a micro-batch of ``sequences`` sequences.
 
@@ -224,11 +230,13 @@ def plan(
         epsilon: in ms, see :func:`~terapipe_ds.planner.dp.solve`.
         memory_bytes: plans that need more on any stage are dropped.
         group_sizes: how many sequences may go together; any number if None.
+        least_gain: the share of the time without slices that a plan must save to be preferred.
 
     Raises:
         ConfigError: if an argument is impossible, or no plan fits in memory.
     """
     _check(seq_length, stages, sequences, granularity, objective, micro_batches, epsilon)
+    splits_backward(schedule)  # refuses an unknown name
     if isinstance(cost, CostModel):
         cost.check_covers(seq_length)
     if memory_bytes is not None and not _knows_memory(cost, stages):
@@ -236,29 +244,27 @@ def plan(
             "plan: found a memory limit for costs that do not say what a stage holds, allowed is a "
             "cost file with memory; drop --memory, or profile with 'terapipe profile'"
         )
-    optimum = solve(
-        cost,
-        seq_length=seq_length,
-        stages=stages,
-        sequences=sequences,
-        granularity=granularity,
-        micro_batches=micro_batches,
-        epsilon=epsilon,
-        keep=_KEPT,
-        group_sizes=group_sizes,
-    )
-    even = list(_even_schemes(seq_length, sequences, granularity, group_sizes))
-    schemes = [optimum.scheme, *optimum.others, *even]
+    sizes = _sizes(group_sizes, sequences)
+    problem: dict[str, Any] = {
+        "seq_length": seq_length,
+        "stages": stages,
+        "sequences": sequences,
+        "micro_batches": micro_batches,
+        "group_sizes": sizes,
+    }
+    optimum = solve(cost, granularity=granularity, epsilon=epsilon, keep=_KEPT, **problem)
+    whole = solve(cost, granularity=seq_length, keep=_KEPT, **problem)
+    schemes = [optimum.scheme, *optimum.others, whole.scheme, *whole.others]
+    schemes += _even_schemes(seq_length, sequences, granularity, sizes)
     scorer = _Scorer(cost, stages, schedule, micro_batches, objective)
-    candidates = [scorer.score(scheme) for scheme in dict.fromkeys(schemes)]
-    unsliced = min(
-        (c for c in candidates if _is_unsliced(c.scheme)), key=_latency, default=candidates[0]
-    )
-    if memory_bytes is not None:
-        candidates = _fitting(candidates, memory_bytes)
-    # Where two take the same time, the one with fewer slices.
-    candidates.sort(key=lambda c: (c.latency_ms, sum(c.scheme.slices)))
-    best = candidates[0]
+    # Where two take the same time, the one with fewer slices comes first.
+    candidates = sorted((scorer.score(scheme) for scheme in dict.fromkeys(schemes)), key=_rank)
+    fitting = candidates if memory_bytes is None else _fitting(candidates, memory_bytes)
+    best = fitting[0]
+    unsliced = next((c for c in fitting if _is_unsliced(c.scheme)), None)
+    if unsliced is not None and best.latency_ms >= (1 - least_gain) * unsliced.latency_ms:
+        best = unsliced
+    unsliced = unsliced or next(c for c in candidates if _is_unsliced(c.scheme))
     return Plan(
         scheme=best.scheme,
         latency_ms=best.latency_ms,
@@ -268,7 +274,7 @@ def plan(
         micro_batches=micro_batches,
         granularity=granularity,
         unsliced=unsliced,
-        runner_up=candidates[1] if len(candidates) > 1 else None,
+        runner_up=next((c for c in fitting if c.scheme != best.scheme), None),
         bubble=best.bubble,
         memory=best.memory,
         about=dict(cost.about) if isinstance(cost, CostModel) else {},
@@ -361,7 +367,7 @@ def _group_times(
             backward = at.backward(lengths, contexts, group.sequences)
             weight = at.weight_share(lengths, contexts, group.sequences)
         else:
-            both = np.asarray(cost.time(lengths, contexts, group.sequences), dtype=np.float64)
+            both = np.broadcast_to(cost.time(lengths, contexts, group.sequences), lengths.shape)
             # All three products of a layer take the same time.
             forward, backward, weight = both / 3, both * 2 / 3, both / 3
         if split:
@@ -371,11 +377,10 @@ def _group_times(
 
 
 def _even_schemes(
-    seq_length: int, sequences: int, granularity: int, group_sizes: Sequence[int] | None
+    seq_length: int, sequences: int, granularity: int, group_sizes: Sequence[int]
 ) -> Iterator[SliceScheme]:
     """Even cuts on the grid, for every way to group the sequences evenly."""
-    allowed = range(1, sequences + 1) if group_sizes is None else group_sizes
-    sizes = [size for size in allowed if sequences % size == 0]
+    sizes = [size for size in group_sizes if sequences % size == 0]
     steps, rest = divmod(seq_length, granularity)
     for count in _EVEN:
         if count > max(1, steps):
@@ -410,8 +415,19 @@ def _knows_memory(cost: Cost, stages: int) -> bool:
     )
 
 
-def _latency(candidate: Candidate) -> float:
-    return candidate.latency_ms
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    return candidate.latency_ms, sum(candidate.scheme.slices)
+
+
+def _sizes(group_sizes: Sequence[int] | None, sequences: int) -> list[int]:
+    """The numbers of sequences that may go together."""
+    sizes = list(range(1, sequences + 1) if group_sizes is None else group_sizes)
+    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise ConfigError(
+            f"plan: found group_sizes {sizes}, allowed are integers of at least 1; change "
+            "group_sizes"
+        )
+    return [size for size in sizes if size <= sequences]
 
 
 def _written(scheme: SliceScheme) -> list[Any]:

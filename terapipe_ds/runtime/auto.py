@@ -170,8 +170,9 @@ class AutoPlans:
             memory_bytes=_memory_limit(engine),
             # A loss of the whole sequence cannot be computed before all groups are through.
             group_sizes=None if engine._loss_mode == "per_slice" else [sequences],
+            least_gain=_WORTHWHILE,
         )
-        return chosen.or_unsliced(_WORTHWHILE).to_dict()
+        return chosen.to_dict()
 
     def _profile(
         self, shape: BatchShape, inputs: list[Tensors], labels: list[Tensors]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
@@ -61,6 +61,16 @@ class Boundary:
     """The tensors that cross between two stages."""
 
     tensors: tuple[TensorTemplate, ...]
+    _sizes: dict[tuple[int, int], list[tuple[int, ...]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def sizes(self, sequences: int, tokens: int) -> list[tuple[int, ...]]:
+        """The tensors' shapes for a slice; computed once for each kind of slice."""
+        key = (sequences, tokens)
+        if key not in self._sizes:
+            self._sizes[key] = [template.size(sequences, tokens) for template in self.tensors]
+        return self._sizes[key]
 
     @classmethod
     def of(
@@ -94,9 +104,10 @@ class Boundary:
                 f"boundary: found {len(outputs)} tensors, allowed is {len(self.tensors)} as the "
                 "first slice had; let the stage give as many for every slice"
             )
+        sizes = self.sizes(sequences, tokens)
         for index, (tensor, template) in enumerate(zip(outputs, self.tensors, strict=True)):
-            size = template.size(sequences, tokens)
-            if tuple(tensor.shape) != size or tensor.dtype != template.dtype:
+            size = sizes[index]
+            if tensor.shape != size or tensor.dtype != template.dtype:
                 raise TeraPipeError(
                     f"boundary: found tensor {index} of shape {tuple(tensor.shape)} and "
                     f"{tensor.dtype}, allowed is {size} and {template.dtype} as the first slice "
@@ -111,9 +122,10 @@ class Boundary:
 
     def bytes(self, sequences: int, tokens: int) -> int:
         """What crosses for a slice, one way."""
+        sizes = self.sizes(sequences, tokens)
         return sum(
-            math.prod(template.size(sequences, tokens)) * template.dtype.itemsize
-            for template in self.tensors
+            math.prod(size) * template.dtype.itemsize
+            for size, template in zip(sizes, self.tensors, strict=True)
         )
 
     def gradients(self) -> Boundary:

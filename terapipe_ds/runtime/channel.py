@@ -175,13 +175,16 @@ class SendChannel:
     """
 
     def __init__(self, what: str, peer: Peer, group: Any, watchdog: Watchdog) -> None:
-        self._what, self._peer, self._group, self._watchdog = what, peer, group, watchdog
+        self._group, self._watchdog = group, watchdog
+        self._peer_rank = 1 - group.rank()
+        # Made once: there is a message for every slice.
+        self._wait = Wait(f"room to send the {what}", str(peer))
         # Keeps the tensors alive that are still being sent.
         self._unfinished: deque[tuple[Any, Tensor, Wait]] = deque()
 
     def send(self, tensors: Iterable[Tensor], micro_batch: int, slice_index: int) -> None:
         """Posts the tensors of one slice."""
-        wait = Wait(f"room to send the {self._what}", str(self._peer), micro_batch, slice_index)
+        wait = Wait(self._wait.what, self._wait.peer, micro_batch, slice_index)
         for tensor in tensors:
             self._post(tensor.detach().contiguous(), wait)
         while len(self._unfinished) > _UNFINISHED_SENDS:
@@ -189,7 +192,7 @@ class SendChannel:
 
     def send_boundary(self, boundary: Boundary, device: torch.device) -> None:
         """Posts the description of what will be sent."""
-        wait = Wait("room to send the boundary", str(self._peer))
+        wait = Wait("room to send the boundary", self._wait.peer)
         self._post(boundary.encode().to(device), wait)
 
     def drain(self) -> None:
@@ -199,7 +202,7 @@ class SendChannel:
 
     def _post(self, tensor: Tensor, wait: Wait) -> None:
         with _failures_named(wait, self._watchdog):
-            work = self._group.send([tensor], 1 - self._group.rank(), 0)
+            work = self._group.send([tensor], self._peer_rank, 0)
         self._unfinished.append((work, tensor, wait))
 
     def _finish_oldest(self) -> None:
@@ -222,11 +225,12 @@ class RecvChannel:
     def __init__(
         self, what: str, peer: Peer, group: Any, watchdog: Watchdog, device: torch.device
     ) -> None:
-        self._what, self._peer, self._group, self._watchdog = what, peer, group, watchdog
-        self._device = device
+        self._group, self._watchdog, self._device = group, watchdog, device
+        self._peer_rank = 1 - group.rank()
+        self._wait = Wait(f"the {what}", str(peer))
         self._boundary: Boundary | None = None
         self._upcoming: Iterator[Slot] = iter(())
-        self._posted: deque[tuple[Slot, list[Any], tuple[Tensor, ...]]] = deque()
+        self._posted: deque[tuple[Wait, list[Any], tuple[Tensor, ...]]] = deque()
 
     def begin(self, slots: Iterable[Slot], boundary: Boundary | None) -> None:
         """Starts a step.
@@ -253,15 +257,14 @@ class RecvChannel:
     def recv_boundary(self) -> Boundary:
         """Waits for the description of what will be received."""
         message = torch.empty(MESSAGE_SIZE, dtype=torch.int64, device=self._device)
-        wait = Wait("the boundary's description", str(self._peer))
+        wait = Wait("the boundary's description", self._wait.peer)
         with self._watchdog.waiting(wait), _failures_named(wait, self._watchdog):
-            self._group.recv([message], 1 - self._group.rank(), 0).wait()
+            self._group.recv([message], self._peer_rank, 0).wait()
         return Boundary.decode(message)
 
     def receive(self) -> tuple[Tensor, ...]:
         """Waits for the tensors of the next slice."""
-        slot, works, tensors = self._posted.popleft()
-        wait = Wait(f"the {self._what}", str(self._peer), slot.micro_batch, slot.slice)
+        wait, works, tensors = self._posted.popleft()
         with self._watchdog.waiting(wait), _failures_named(wait, self._watchdog):
             for work in works:
                 work.wait()
@@ -274,20 +277,15 @@ class RecvChannel:
             slot = next(self._upcoming, None)
             if slot is None:
                 return
+            sizes = self._boundary.sizes(slot.sequences, slot.tokens)
             tensors = tuple(
-                torch.empty(
-                    template.size(slot.sequences, slot.tokens),
-                    dtype=template.dtype,
-                    device=self._device,
-                )
-                for template in self._boundary.tensors
+                torch.empty(size, dtype=template.dtype, device=self._device)
+                for size, template in zip(sizes, self._boundary.tensors, strict=True)
             )
-            wait = Wait(f"the {self._what}", str(self._peer), slot.micro_batch, slot.slice)
+            wait = Wait(self._wait.what, self._wait.peer, slot.micro_batch, slot.slice)
             with _failures_named(wait, self._watchdog):
-                works = [
-                    self._group.recv([tensor], 1 - self._group.rank(), 0) for tensor in tensors
-                ]
-            self._posted.append((slot, works, tensors))
+                works = [self._group.recv([tensor], self._peer_rank, 0) for tensor in tensors]
+            self._posted.append((wait, works, tensors))
 
 
 class _failures_named:  # noqa: N801 - used as a context manager, cheaper than a generator

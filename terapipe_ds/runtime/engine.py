@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -98,7 +98,7 @@ class TokenSliceEngine(PipelineEngine):
         # What crosses to the previous and to the next stage, in training and in evaluation (where
         # no gradient comes back); learnt from the first slice.
         self._boundaries: dict[tuple[str, bool], Boundary] = {}
-        self._orders: dict[tuple[str, int, tuple[int, ...]], list[Action]] = {}
+        self._schedules: dict[tuple[Any, ...], TokenSliceSchedule] = {}
         self._step: StepState | None = None
         self._agreed = False
         self._trains = any(parameter.requires_grad for parameter in module.parameters())
@@ -266,11 +266,9 @@ class TokenSliceEngine(PipelineEngine):
         )
         if self._tracer is not None:
             self._tracer.saw(self._step.slices)
-        order = self._order(schedule, self._step.slices)
-        self._begin_receives(order)
-        return TokenSliceSchedule(
-            order, micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id
-        )
+        lowered = self._schedule(schedule, micro_batches, self._step.slices)
+        self._begin_receives(lowered.actions)
+        return lowered
 
     def _schemes(self, shapes: list[BatchShape], mode: str) -> list[SliceScheme]:
         """How each of the step's micro-batches is cut.
@@ -290,14 +288,18 @@ class TokenSliceEngine(PipelineEngine):
             check_loss_fits(mode, scheme)
         return schemes
 
-    def _order(self, schedule: str, slices: list[int]) -> list[Action]:
-        """This stage's actions; the same ones serve every step of the same shape."""
-        key = (schedule, len(slices), tuple(slices))
-        if key not in self._orders:
-            self._orders[key] = actions(schedule, self.num_stages, len(slices), slices)[
-                self.stage_id
-            ]
-        return self._orders[key]
+    def _schedule(self, schedule: str, micro_batches: int, slices: list[int]) -> TokenSliceSchedule:
+        """This stage's instructions; the same ones serve every step of the same shape."""
+        key = (schedule, micro_batches, tuple(slices))
+        if key not in self._schedules:
+            order = actions(schedule, self.num_stages, len(slices), slices)
+            self._schedules[key] = TokenSliceSchedule(
+                order[self.stage_id],
+                micro_batches=micro_batches,
+                stages=self.num_stages,
+                stage_id=self.stage_id,
+            )
+        return self._schedules[key]
 
     def _micro_batch_loss(
         self, labels: Tensors, scheme: SliceScheme, mode: str, *, keep: bool
@@ -312,7 +314,7 @@ class TokenSliceEngine(PipelineEngine):
             additional_losses=self.module.get_additional_losses,
         )
 
-    def _begin_receives(self, order: list[Action]) -> None:
+    def _begin_receives(self, order: Sequence[Action]) -> None:
         step = self._current_step()
         if not self.is_first_stage():
             slots = [step.slot(action) for action in order if action.kind == "F"]
@@ -328,7 +330,12 @@ class TokenSliceEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: TokenSliceSchedule) -> None:
         self._watchdog.end()
-        super()._exec_schedule(pipe_schedule)
+        # As the parent's, but for what it does anew for every instruction.
+        self.fwd_outputs = []
+        run = self._INSTRUCTION_MAP
+        for instructions in pipe_schedule:
+            for instruction in instructions:
+                run[type(instruction)](self, **instruction.kwargs)
         if not self.is_first_stage() and self._current_step().training:
             self._grads_out.drain()
         if not self.is_last_stage():
@@ -454,7 +461,7 @@ class TokenSliceEngine(PipelineEngine):
         step = self._current_step()
         group = step.groups[micro_batch]
         marked = current_slice(group.ranges[slice], group.context, backward=True)
-        with self._engine_backward(), marked:
+        with _EngineBackward(self), marked:
             if self.is_last_stage():
                 loss = step.losses[group.micro_batch]
                 root, grad = loss.take_root(group.index, slice, self._scale_loss)
@@ -476,22 +483,11 @@ class TokenSliceEngine(PipelineEngine):
 
     def _exec_backward_weight(self, micro_batch: int, slice: int) -> None:
         owed = self._current_step().groups[micro_batch].owed.pop(slice)
-        with self._engine_backward():
+        with _EngineBackward(self):
             # First owed, first done, and then dropped: each holds a layer's inputs.
             for index, work in enumerate(owed):
                 owed[index] = _nothing
                 work()
-
-    @contextmanager
-    def _engine_backward(self) -> Iterator[None]:
-        """What DeepSpeed does around a backward of its own."""
-        self._running_engine_backward = True
-        try:
-            self._backward_prologue()
-            yield
-            self._backward_epilogue()
-        finally:
-            self._running_engine_backward = False
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
         """As ``DeepSpeedEngine.backward`` does before it runs a loss's backward."""
@@ -559,6 +555,26 @@ class TokenSliceEngine(PipelineEngine):
         SendGradSlice: _exec_send_grad,
         RecvGradSlice: _exec_recv_grad,
     }
+
+
+class _EngineBackward:
+    """What DeepSpeed does around a backward of its own."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: TokenSliceEngine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine._running_engine_backward = True
+        self._engine._backward_prologue()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._engine._backward_epilogue()
+        finally:
+            self._engine._running_engine_backward = False
 
 
 def _nothing() -> None:

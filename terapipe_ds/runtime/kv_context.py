@@ -11,8 +11,7 @@ alone, and a recomputed forward writes the same values again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,22 +135,32 @@ def get_current_slice() -> CurrentSlice | None:
     return _current
 
 
-@contextmanager
-def current_slice(
-    tokens: TokenRange, context: SequenceContext, *, backward: bool = False
-) -> Iterator[None]:
+class current_slice:  # noqa: N801 - used as a context manager, cheaper than a generator
     """Marks the slice for the forward, or the backward with its recomputation, inside.
 
     A slice that is the whole sequence needs no context and is not marked.
+
+    Args:
+        tokens: of the slice.
+        context: the K and V of its micro-batch.
+        backward: whether what runs inside is a backward.
     """
-    global _current
-    before = _current
-    whole = tokens.length == tokens.total
-    _current = None if whole else CurrentSlice(tokens, context, backward)
-    try:
-        yield
-    finally:
-        _current = before
+
+    __slots__ = ("_before", "_slice")
+
+    def __init__(
+        self, tokens: TokenRange, context: SequenceContext, *, backward: bool = False
+    ) -> None:
+        whole = tokens.length == tokens.total
+        self._slice = None if whole else CurrentSlice(tokens, context, backward)
+
+    def __enter__(self) -> None:
+        global _current
+        self._before, _current = _current, self._slice
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._before
 
 
 @dataclass(frozen=True)

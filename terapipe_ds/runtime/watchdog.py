@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch.distributed
@@ -33,6 +33,22 @@ class Wait(NamedTuple):
         if self.micro_batch is not None:
             where = f" of micro-batch {self.micro_batch}, slice {self.slice},"
         return f"{self.what}{where} from {self.peer}"
+
+
+class _Waiting:
+    """A class and no generator: it stands around every message."""
+
+    __slots__ = ("_outer", "_wait", "_watchdog")
+
+    def __init__(self, watchdog: Watchdog, wait: Wait) -> None:
+        self._watchdog, self._wait = watchdog, wait
+
+    def __enter__(self) -> None:
+        self._outer = self._watchdog._wait
+        self._watchdog._wait = (time.monotonic(), self._wait)
+
+    def __exit__(self, *_: object) -> None:
+        self._watchdog._wait = self._outer
 
 
 class Watchdog:
@@ -67,15 +83,9 @@ class Watchdog:
             self._steps -= 1
             self._wait = None
 
-    @contextmanager
-    def waiting(self, wait: Wait) -> Iterator[None]:
+    def waiting(self, wait: Wait) -> AbstractContextManager[None]:
         """Times what is done inside as a wait; an outer wait goes on after it."""
-        outer = self._wait
-        self.begin(wait)
-        try:
-            yield
-        finally:
-            self._wait = outer
+        return _Waiting(self, wait)
 
     def begin(self, wait: Wait) -> None:
         """Begins a wait that :meth:`end` ends, where :meth:`waiting` cannot enclose it."""

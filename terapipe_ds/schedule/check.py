@@ -49,8 +49,10 @@ def check(
             "if any, one bound for each"
         )
     for stage, stage_actions in enumerate(order):
-        _check_complete(order, stage, stage_actions, counts)
+        _check_actions(order, stage, stage_actions, counts)
         _check_direction(order, stage, stage_actions)
+    for stage, stage_actions in enumerate(order):
+        _check_complete(order, stage, stage_actions, counts)
     _check_channels(order)
     _check_progress(order)
     for stage, bound in enumerate(bounds or ()):
@@ -94,11 +96,9 @@ def _fail(order: Order, stage: int, index: int, reason: str) -> None:
     raise ScheduleError(f"stage {stage}, step {index}: {reason}\n{grid(order, (stage, index))}")
 
 
-def _check_complete(
+def _check_actions(
     order: Order, stage: int, stage_actions: Sequence[Action], counts: Sequence[int]
 ) -> None:
-    kinds = {action.kind for stage_row in order for action in stage_row}
-    needs: list[Kind] = [kind for kind in _KINDS if kind in kinds or kind == "F"]
     seen: set[Action] = set()
     for index, action in enumerate(stage_actions):
         if action in seen:
@@ -113,14 +113,19 @@ def _check_complete(
         if before is not None and action._replace(kind=before) not in seen:
             _fail(order, stage, index, f"{action} runs before {action._replace(kind=before)}")
         seen.add(action)
-    if len(seen) != len(needs) * sum(counts):
-        expected = {
-            Action(kind, d, s)
-            for d, count in enumerate(counts)
-            for s in range(count)
-            for kind in needs
-        }
-        raise ScheduleError(f"stage {stage}: {min(expected - seen)} never runs\n{grid(order)}")
+
+
+def _check_complete(
+    order: Order, stage: int, stage_actions: Sequence[Action], counts: Sequence[int]
+) -> None:
+    kinds = {action.kind for stage_row in order for action in stage_row}
+    needs: list[Kind] = [kind for kind in _KINDS if kind in kinds or kind == "F"]
+    expected = {
+        Action(kind, d, s) for d, count in enumerate(counts) for s in range(count) for kind in needs
+    }
+    missing = expected - set(stage_actions)
+    if missing:
+        raise ScheduleError(f"stage {stage}: {min(missing)} never runs\n{grid(order)}")
 
 
 def _check_direction(order: Order, stage: int, stage_actions: Sequence[Action]) -> None:

@@ -78,10 +78,11 @@ class TokenSliceSchedule(PipeSchedule):
     ) -> None:
         super().__init__(micro_batches, stages, stage_id)
         self.actions = actions
+        self._lowered = lower(actions, stage=stage_id, stages=stages)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """One step an action, then the optimizer step where the schedule trains."""
-        yield from lower(self.actions, stage=self.stage_id, stages=self.stages)
+        yield from self._lowered
 
     def num_pipe_buffers(self) -> int:
         """None: slices live in the engine's own step state, not in DeepSpeed's cyclic buffers."""

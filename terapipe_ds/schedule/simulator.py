@@ -46,7 +46,8 @@ class Timeline:
             where the backward is split) has not.
         events: for each stage its actions, first to last.
         critical_path: the chain of actions that sets the makespan, first to last. Where one follows
-            another on a different stage, a transfer lies between them.
+            another on a different stage, the channel between them was busy in between, with the
+            message of the first and, where messages queue, with later ones.
     """
 
     makespan_ms: float
@@ -125,6 +126,11 @@ def simulate_order(
         ScheduleError: if the order has a deadlock.
         ConfigError: if a time is negative or not finite.
     """
+    order = [[Action(*action) for action in row] for row in order]
+    if not 0.0 <= latency_ms < math.inf:
+        raise ConfigError(
+            f"simulate: found {latency_ms} ms as latency_ms, allowed are finite times of at least 0"
+        )
     stages = len(order)
     split = _splits_backward(order)
     starts: list[list[float]] = [[] for _ in order]
@@ -134,7 +140,8 @@ def simulate_order(
     clock = [0.0] * stages
     # (receiving stage, kind, micro-batch, slice) -> when its input is there, and from where.
     inbox: dict[tuple[int, Kind, int, int], tuple[float, tuple[int, int]]] = {}
-    channel_free: dict[tuple[int, int], float] = {}
+    # When a channel is free, and the action that made it busy when it last was idle.
+    channels: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}
 
     ready = list(range(stages))
     while ready:
@@ -163,12 +170,14 @@ def simulate_order(
                     if callable(transfer)
                     else transfer
                 )
-                sent = max(stop, channel_free.get((stage, target), 0.0))
-                sent += _checked(occupied, row[index])
-                channel_free[stage, target] = sent
+                free, origin = channels.get((stage, target), (0.0, (stage, index)))
+                if stop >= free:
+                    free, origin = stop, (stage, index)
+                sent = free + _checked(occupied, row[index])
+                channels[stage, target] = sent, origin
                 if not overlap:
                     clock[stage] = sent
-                inbox[target, kind, micro_batch, slice_index] = (sent + latency_ms, (stage, index))
+                inbox[target, kind, micro_batch, slice_index] = (sent + latency_ms, origin)
                 ready.append(target)
             index += 1
     for stage, row in enumerate(order):

@@ -279,13 +279,11 @@ def test_refuses_a_wrong_part(part: str, value: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="such files are taken, and fail when they are used")
 @pytest.mark.parametrize(("part", "value"), [("stages", []), ("about", 5)])
 def test_refuses_an_empty_part(part: str, value: Any) -> None:
     test_refuses_a_wrong_part(part, value)
 
 
-@pytest.mark.xfail(strict=True, reason="such files are taken, and fail when they are used")
 def test_refuses_a_jump_of_three_numbers() -> None:
     content = full_model().to_dict()
     content["stages"][0]["forward"]["jump"] = [1.0, 2.0, 3.0]

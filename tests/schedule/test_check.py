@@ -35,12 +35,13 @@ def test_accepts_a_legal_order() -> None:
 @pytest.mark.parametrize(
     ("bad", "step", "marked", "reason"),
     [
-        ("F0.0 B0.1 F0.1 B0.0", 1, ">B0.1<", "B0.1 runs before its forward"),
+        ("F0.0 B0.1 F0.1 B0.0", 1, ">B0.1<", "B0.1 runs before F0.1"),
         ("F0.0 F0.0 B0.1 B0.0", 1, ">F0.0<", "F0.0 runs twice"),
         ("F0.0 F0.1 B0.1 B0.1", 3, ">B0.1<", "B0.1 runs twice"),
         ("F0.0 F0.2 B0.2 B0.0", 1, ">F0.2<", "F0.2 is not a slice of this batch"),
         ("F0.0 F1.0 B1.0 B0.0", 1, ">F1.0<", "F1.0 is not a slice of this batch"),
-        ("F0.0 F0.1 W0.1 B0.0", 2, ">W0.1<", "'W' is not a kind of action"),
+        ("F0.0 F0.1 X0.1 B0.0", 2, ">X0.1<", "'X' is not a kind of action"),
+        ("F0.0 F0.1 W0.1 B0.1 B0.0", 2, ">W0.1<", "W0.1 runs before B0.1"),
         ("F0.1 F0.0 B0.1 B0.0", 1, ">F0.0<", "F must ascend within a micro-batch"),
         ("F0.0 F0.1 B0.0 B0.1", 3, ">B0.1<", "B must descend within a micro-batch"),
     ],

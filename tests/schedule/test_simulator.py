@@ -418,7 +418,6 @@ def test_a_longer_action_of_the_critical_path_delays_the_end(
     assert case.run(times=longer, transfer=0.0).makespan_ms == timeline.makespan_ms + 1
 
 
-@pytest.mark.xfail(strict=True, reason="the path ignores that messages wait for their channel")
 def test_critical_path_goes_back_to_the_message_that_occupied_the_channel() -> None:
     """The last of three forwards waits for two messages, not for its own forward."""
     timeline = simulate("forward", [[(1.0, 0.0)] * 3], stages=2, transfer=5.0)
@@ -447,7 +446,6 @@ def test_refuses_impossible_times(ms: float) -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="latency_ms is not checked")
 @pytest.mark.parametrize("ms", [-1.0, math.nan, math.inf])
 def test_refuses_an_impossible_latency(ms: float) -> None:
     assert f"found {ms}" in refusal("gpipe", [[(1.0, 1.0)]], stages=2, latency_ms=ms)

@@ -1,0 +1,436 @@
+"""Schedules at scale on one machine: real engine, real launcher, real messages, sleeping layers.
+
+    python benchmarks/emulate.py --table [--json FILE]     # 8, 16 and 24 stages
+    python benchmarks/emulate.py --stages 48               # one size, once
+
+Each stage is a rank under DeepSpeed's launcher that runs the real ``TokenSliceEngine`` (or stock
+DeepSpeed's ``PipelineEngine``) and sends real messages over gloo. Only the layers' arithmetic is
+replaced: forward and backward sleep for as long as a cost formula says, which leaves the cores free,
+so that many ranks fit on two of them. Schedules, messages, overlap and the engine's overhead are
+real.
+
+What it does not show: how long real layers take, contention for memory or for a network, transfers
+of real size (tensors are narrow). Sleeps are stretched by a dilation factor, which is printed, so
+that the bookkeeping of many ranks on few cores does not drown them.
+
+Simulated times come from the same formula without any transfer cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launching import launch
+
+SEQ_LENGTH = 2048
+MICRO_BATCHES = 2
+WIDTH = 4
+EVEN = (8, 16)
+SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+TABLE_STAGES = (8, 16, 24)
+# What must hold.
+SPEEDUP_SHARE = 0.95
+MAKESPAN_OVER = 0.05
+ENGINE_US = 300.0
+BEATS_BY = 0.03
+
+
+class Formula:
+    """ms of a slice on one stage, forward and backward; close to the paper's GPT3-175B."""
+
+    def time(self, length: Any, context: Any, sequences: Any = 1) -> Any:
+        """As ``CostModel.time``."""
+        return 6.4 + 0.047 * length + 6e-7 * length * (context + length / 2)
+
+
+def main() -> None:
+    args = _arguments()
+    if "RANK" in os.environ:
+        _rank(args)
+        return
+    sizes = TABLE_STAGES if args.table else (args.stages,)
+    rows: list[dict[str, Any]] = []
+    notes = []
+    with tempfile.TemporaryDirectory() as folder:
+        for stages in sizes:
+            out = Path(folder) / f"{stages}.json"
+            extra = [f"--stages={stages}", f"--out={out}"]
+            code = launch(__file__, stages, arguments=[*sys.argv[1:], *extra], quiet=True)
+            if code:
+                sys.exit(code)
+            result = json.loads(out.read_text())
+            rows += result["rows"]
+            notes.append(result)
+            _print(result)
+    missed = _missed(rows, notes)
+    print(f"\ntargets: {'met' if not missed else 'missed: ' + '; '.join(missed)}")
+    if args.json is not None:
+        from terapipe_ds.files import write_text
+
+        write_text(args.json, json.dumps(rows, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", action="store_true", help="8, 16 and 24 stages")
+    parser.add_argument("--stages", type=int, default=8, help="one number of stages")
+    parser.add_argument("--dilation", type=float, default=10.0, help="at most 10")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each setting")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
+    args = parser.parse_args()
+    if not 0 < args.dilation <= 10:
+        parser.error(f"--dilation: found {args.dilation}, allowed is more than 0 and at most 10")
+    return args
+
+
+# Ranks
+
+
+def _rank(args: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    settings = _settings(args.stages)
+    dilation = Dilation()
+    stock, sliced = _engine(None, dilation), _engine({"slices": 1, "timeout_s": 300}, dilation)
+    data = _data()
+
+    # Connections, boundaries and orders, in no time.
+    for setting in settings:
+        _step(stock if setting["schedule"] == "stock" else sliced, setting, data)
+    dilation.factor = args.dilation
+    for repeat in range(args.repeats):
+        for offset in range(len(settings)):
+            setting = settings[(repeat + offset) % len(settings)]
+            engine = stock if setting["schedule"] == "stock" else sliced
+            setting["measured"].append(_step(engine, setting, data))
+    dilation.factor = 0.0
+    engine_us = _engine_time(sliced, data)
+    memory = _memory()
+    if torch.distributed.get_rank() == 0:
+        result = {
+            "stages": args.stages,
+            "rows": _rows(settings, args),
+            "engine_us_per_slice": engine_us,
+            "memory_gib": memory,
+        }
+        args.out.write_text(json.dumps(result))
+
+
+class Dilation:
+    """How much longer than the formula's times the layers sleep."""
+
+    factor = 0.0
+
+    def sleep(self, ms: float) -> None:
+        """Sleeps for some of the formula's milliseconds."""
+        if self.factor:
+            time.sleep(ms * self.factor / 1e3)
+
+
+def _settings(stages: int) -> list[dict[str, Any]]:
+    """Stock, and every schedule with every scheme; the planner's own depends on the schedule."""
+    from terapipe_ds.planner import plan
+
+    settings: list[dict[str, Any]] = [{"schedule": "stock", "slices": 1, "measured": []}]
+    for schedule in SCHEDULES:
+        chosen = plan(
+            Formula(),
+            seq_length=SEQ_LENGTH,
+            stages=stages,
+            sequences=1,
+            micro_batches=MICRO_BATCHES,
+            objective="simulate",
+            schedule=schedule,
+        )
+        own = list(chosen.scheme.groups[0].lengths)
+        for slices in (*EVEN, own):
+            settings.append({"schedule": schedule, "slices": slices, "measured": []})
+    return settings
+
+
+def _engine(block: dict[str, Any] | None, dilation: Dilation) -> Any:
+    import torch
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import terapipe_ds
+
+    token = terapipe_ds.TensorDims(batch=0, sequence=1)
+    stages = torch.distributed.get_world_size()
+    module = PipelineModule(
+        [LayerSpec(_layer_class(), dilation) for _ in range(stages)],
+        num_stages=stages,
+        loss_fn=_loss,
+        partition_method="uniform",
+    )
+    module.token_slice_adapter = terapipe_ds.SequenceAdapter(
+        inputs=(token,),
+        labels=(token,),
+        boundary=(token,),
+        output=token,
+        mean_over_valid_tokens=True,
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        **({} if block is None else {"terapipe": block}),
+    }
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    return terapipe_ds.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def _loss(outputs: Any, labels: Any) -> Any:
+    return (outputs - labels).square().mean()
+
+
+def _layer_class() -> Any:
+    import torch
+
+    from terapipe_ds.runtime.kv_context import get_current_slice
+    from terapipe_ds.runtime.weight_grads import accumulate, owe
+
+    formula = Formula()
+
+    class Sleep(torch.autograd.Function):
+        """Scales by a weight; sleeps for a third of the formula's time in each product."""
+
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, weight: Any, dilation: Dilation, ms: float) -> Any:
+            ctx.save_for_backward(hidden)
+            ctx.weight, ctx.dilation, ctx.ms = weight, dilation, ms / 3
+            dilation.sleep(ctx.ms)
+            return hidden * weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            (hidden,) = ctx.saved_tensors
+            weight, dilation, ms = ctx.weight, ctx.dilation, ctx.ms
+            dilation.sleep(ms)
+            grad_hidden = grad * weight
+
+            def weight_gradient() -> Any:
+                dilation.sleep(ms)
+                return (grad * hidden).sum((0, 1))
+
+            if owe(lambda: accumulate(weight, weight_gradient())):
+                return grad_hidden, None, None, None
+            return grad_hidden, weight_gradient(), None, None
+
+    class Layer(torch.nn.Module):
+        def __init__(self, dilation: Dilation) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+            self.dilation = dilation
+
+        def forward(self, hidden: Any) -> Any:
+            current = get_current_slice()
+            context = 0 if current is None else current.tokens.start
+            ms = formula.time(hidden.shape[1], context)
+            return Sleep.apply(hidden, self.weight, self.dilation, ms)
+
+    return Layer
+
+
+def _data() -> list[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1234)
+    drawn = torch.randn(2, MICRO_BATCHES, 1, SEQ_LENGTH, WIDTH, generator=generator)
+    return list(zip(*drawn, strict=True))
+
+
+def _step(engine: Any, setting: dict[str, Any], data: list[Any]) -> float:
+    """One training step; its makespan in ms, from the first forward to the end of the last action."""
+    import torch
+
+    from terapipe_ds.runtime.recorder import gather, recorded
+
+    if setting["schedule"] != "stock":
+        _set(engine, setting)
+    torch.distributed.barrier()
+    with recorded(engine) as spans:
+        engine.train_batch(iter(data))
+    first, last = gather(engine, spans).window
+    return (last - first) * 1e3
+
+
+def _set(engine: Any, setting: dict[str, Any]) -> None:
+    """One sliced engine serves all schemes: what its block says is read anew in every step."""
+    slices = setting["slices"]
+    update = {
+        "schedule": setting["schedule"],
+        "slices": slices if isinstance(slices, int) else tuple(slices),
+    }
+    engine.terapipe = engine.terapipe.model_copy(update=update)
+
+
+def _engine_time(engine: Any, data: list[Any]) -> float:
+    """us of the engine's own work for a slice, on the busiest stage.
+
+    CPU time of the rank's main thread in the step's instructions, without what layers, the loss and
+    autograd take.
+    """
+    import torch
+
+    setting = {"schedule": "1f1b", "slices": 16}
+    spent = {"total": 0.0, "model": 0.0}
+    repeats = 5
+    _set(engine, setting)
+    with _counted(engine, spent):
+        for _ in range(repeats):
+            engine.train_batch(iter(data))
+    slices = repeats * MICRO_BATCHES * setting["slices"]
+    own = torch.tensor((spent["total"] - spent["model"]) / slices * 1e6)
+    torch.distributed.all_reduce(own, op=torch.distributed.ReduceOp.MAX)
+    return own.item()
+
+
+@contextmanager
+def _counted(engine: Any, spent: dict[str, float]) -> Iterator[None]:
+    """Adds up the main thread's CPU time in the schedule, and that in layers and autograd."""
+    import torch
+
+    def counting(name: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[name] += time.thread_time() - start
+
+        return run
+
+    forward, backward = engine.module.forward, torch.autograd.backward
+    loss_fn, execute = engine.module.loss_fn, engine._exec_schedule
+    engine.module.forward = counting("model", forward)
+    engine.module.loss_fn = counting("model", loss_fn)
+    torch.autograd.backward = counting("model", backward)
+    engine._exec_schedule = counting("total", execute)
+    try:
+        yield
+    finally:
+        engine.module.forward, engine.module.loss_fn = forward, loss_fn
+        torch.autograd.backward = backward
+        del engine._exec_schedule
+
+
+def _memory() -> float:
+    """GiB that all ranks hold together, pages that they share counted once."""
+    import torch
+
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    own = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    total = torch.tensor(own / 2**20)
+    torch.distributed.all_reduce(total)
+    return total.item()
+
+
+def _rows(settings: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    from terapipe_ds import SliceScheme
+    from terapipe_ds.planner import predict
+
+    rows = []
+    for setting in settings:
+        scheme = SliceScheme.resolve(
+            setting["slices"] if isinstance(setting["slices"], int) else tuple(setting["slices"]),
+            sequences=1,
+            seq_length=SEQ_LENGTH,
+        )
+        schedule = "1f1b" if setting["schedule"] == "stock" else setting["schedule"]
+        timeline = predict(
+            Formula(),
+            scheme,
+            stages=args.stages,
+            schedule=schedule,
+            micro_batches=MICRO_BATCHES,
+        )
+        rows.append(
+            {
+                "stages": args.stages,
+                "schedule": setting["schedule"],
+                "slices": setting["slices"],
+                "measured_ms": statistics.median(setting["measured"]),
+                "simulated_ms": timeline.makespan_ms * args.dilation,
+                "dilation": args.dilation,
+                "all_ms": setting["measured"],
+            }
+        )
+    stock = rows[0]
+    for row in rows:
+        row["speedup"] = stock["measured_ms"] / row["measured_ms"]
+        row["simulated_speedup"] = stock["simulated_ms"] / row["simulated_ms"]
+    return rows
+
+
+# Reports
+
+_WIDTHS = (12, 14, 8, 9, 11)
+
+
+def _print(result: dict[str, Any]) -> None:
+    rows = result["rows"]
+    print(f"\n{result['stages']} stages, dilation {rows[0]['dilation']:g}, medians")
+    print(
+        f"{'':22}{'measured ms':>12}{'simulated ms':>14}{'over':>8}{'speedup':>9}{'simulated':>11}"
+    )
+    for row in rows:
+        slices = row["slices"]
+        name = f"{slices} even" if isinstance(slices, int) else f"planned ({len(slices)})"
+        over = row["measured_ms"] / row["simulated_ms"] - 1
+        print(
+            f"{row['schedule']:8}{name:14}{row['measured_ms']:>12.0f}{row['simulated_ms']:>14.0f}"
+            f"{over:>+8.1%}{row['speedup']:>8.2f}x{row['simulated_speedup']:>10.2f}x"
+        )
+    print(
+        f"engine's own time for a slice: {result['engine_us_per_slice']:.0f} us (busiest stage); "
+        f"memory of all ranks: {result['memory_gib']:.1f} GiB",
+        flush=True,
+    )
+
+
+def _missed(rows: list[dict[str, Any]], notes: list[dict[str, Any]]) -> list[str]:
+    missed = []
+    for row in rows:
+        name = f"{row['stages']} stages {row['schedule']} {row['slices']}"
+        if row["schedule"] == "1f1b":
+            share = row["speedup"] / row["simulated_speedup"]
+            if share < SPEEDUP_SHARE:
+                missed.append(f"{name}: {share:.0%} of the simulated speedup")
+        if (
+            row["schedule"] != "stock"
+            and row["measured_ms"] > (1 + MAKESPAN_OVER) * row["simulated_ms"]
+        ):
+            missed.append(f"{name}: {row['measured_ms'] / row['simulated_ms'] - 1:+.1%}")
+    by_key = {(r["stages"], r["schedule"], str(r["slices"])): r for r in rows}
+    for (stages, schedule, slices), row in by_key.items():
+        other = by_key.get((stages, "1f1b", slices))
+        if schedule != "zb-h1" or other is None:
+            continue
+        should = row["simulated_ms"] < (1 - BEATS_BY) * other["simulated_ms"]
+        if should and row["measured_ms"] >= other["measured_ms"]:
+            missed.append(f"{stages} stages: zb-h1 with {slices} does not beat 1f1b")
+    for note in notes:
+        if note["engine_us_per_slice"] > ENGINE_US:
+            missed.append(f"{note['stages']} stages: engine {note['engine_us_per_slice']:.0f} us")
+    return missed
+
+
+if __name__ == "__main__":
+    main()
