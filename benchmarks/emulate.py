@@ -5,9 +5,9 @@
 
 Each stage is a rank under DeepSpeed's launcher that runs the real ``TokenSliceEngine`` (or stock
 DeepSpeed's ``PipelineEngine``) and sends real messages over gloo. Only the layers' arithmetic is
-replaced: forward and backward sleep for as long as a cost formula says, which leaves the cores free,
-so that many ranks fit on two of them. Schedules, messages, overlap and the engine's overhead are
-real.
+replaced: forward and backward sleep for as long as a cost formula says, which leaves the cores
+free, so that many ranks fit on two of them. Schedules, messages, overlap and the engine's overhead
+are real.
 
 What it does not show: how long real layers take, contention for memory or for a network, transfers
 of real size (tensors are narrow). Sleeps are stretched by a dilation factor, which is printed, so
@@ -257,7 +257,7 @@ def _data() -> list[Any]:
 
 
 def _step(engine: Any, setting: dict[str, Any], data: list[Any]) -> float:
-    """One training step; its makespan in ms, from the first forward to the end of the last action."""
+    """One training step; ms from its first forward to the end of its last action."""
     import torch
 
     from terapipe_ds.runtime.recorder import gather, recorded

@@ -2,7 +2,7 @@
 
 from .check import check, check_named, grid
 from .order import Action, Order, actions, in_flight_bound
-from .simulator import Event, Timeline, simulate, simulate_order
+from .simulator import Event, Timeline, lower_bound, simulate, simulate_order
 
 __all__ = [
     "Action",
@@ -14,6 +14,7 @@ __all__ = [
     "check_named",
     "grid",
     "in_flight_bound",
+    "lower_bound",
     "simulate",
     "simulate_order",
 ]

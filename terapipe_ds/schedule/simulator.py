@@ -203,6 +203,32 @@ def simulate_order(
     )
 
 
+def lower_bound(order: Order, duration: Duration) -> float:
+    """ms that no run of an order can be shorter than, however fast messages are.
+
+    Before a stage's first action its slice has come through all stages before. From then on the
+    stage works without a pause at best. After its last backward, that slice goes back through all
+    stages before. See ``docs/schedules.md``.
+
+    Args:
+        order: the actions of every stage.
+        duration: ms of (stage, kind, micro-batch, slice).
+    """
+    bound = 0.0
+    for stage, row in enumerate(order):
+        if not row:
+            continue
+        work = [duration(stage, *action) for action in row]
+        fill = math.fsum(duration(before, *row[0]) for before in range(stage))
+        bound = max(bound, fill + math.fsum(work))
+        backwards = [index for index, action in enumerate(row) if action.kind == "B"]
+        if backwards:
+            last = row[backwards[-1]]
+            drain = math.fsum(duration(before, *last) for before in range(stage))
+            bound = max(bound, fill + math.fsum(work[: backwards[-1] + 1]) + drain)
+    return bound
+
+
 def _neighbours(kind: Kind, stage: int, stages: int) -> tuple[int | None, int | None]:
     """The stages that an action's input comes from and its result goes to."""
     if kind == "W":

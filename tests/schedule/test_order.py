@@ -41,7 +41,7 @@ def usual_1f1b(stage: int, stages: int, micro_batches: int) -> str:
     return " ".join(order)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 @given(STAGES, UNIFORM | ONE_EACH)
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_training_orders_are_legal(name: str, stages: int, cut: tuple[int, Any]) -> None:
@@ -101,6 +101,21 @@ def test_1f1b_without_slices_is_the_usual_one(stages: int, micro_batches: int) -
     ]
 
 
+def test_zb_h1_by_hand() -> None:
+    """As 1f1b; the last of two stages owes one weight gradient until the end."""
+    first, last = actions("zb-h1", 2, 2, 2)
+    assert texts(first) == ("F0.0 F0.1 F1.0 B0.1 W0.1 F1.1 B0.0 W0.0 B1.1 W1.1 B1.0 W1.0")
+    assert texts(last) == "F0.0 F0.1 B0.1 F1.0 B0.0 W0.1 F1.1 B1.1 W0.0 B1.0 W1.1 W1.0"
+
+
+@given(STAGES, UNIFORM | ONE_EACH)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_zb_h1_without_weight_gradients_is_1f1b(stages: int, cut: tuple[int, Any]) -> None:
+    split, fused = actions("zb-h1", stages, *cut), actions("1f1b", stages, *cut)
+    for stage, row in enumerate(split):
+        assert [action for action in row if action.kind != "W"] == fused[stage]
+
+
 def test_gpipe_is_all_forwards_then_their_reverse() -> None:
     expected = "F0.0 F0.1 F1.0 F1.1 F1.2 B1.2 B1.1 B1.0 B0.1 B0.0"
     assert [texts(row) for row in actions("gpipe", 3, 2, [2, 3])] == [expected] * 3
@@ -124,7 +139,7 @@ def test_an_action_is_a_plain_tuple() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zigzag", 2, 2, 2), "found 'zigzag', allowed are '1f1b', 'forward', 'gpipe'"),
+        (("zigzag", 2, 2, 2), "found 'zigzag', allowed are '1f1b', 'forward', 'gpipe', 'zb-h1'"),
         (("1f1b", 0, 2, 2), "found 0 stages, allowed is at least 1"),
         (("1f1b", 2, 0, 2), "found 0 micro-batches with 2 slices"),
         (("gpipe", 2, 2, 0), "found 2 micro-batches with 0 slices"),
