@@ -60,19 +60,16 @@ def main() -> None:
         return
     sizes = TABLE_STAGES if args.table else (args.stages,)
     rows: list[dict[str, Any]] = []
-    notes = []
     with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
         for stages in sizes:
-            out = Path(folder) / f"{stages}.json"
-            extra = [f"--stages={stages}", f"--out={out}"]
-            code = launch(__file__, stages, arguments=[*sys.argv[1:], *extra], quiet=True)
-            if code:
-                sys.exit(code)
-            result = json.loads(out.read_text())
+            result = _launch(stages, out)
             rows += result["rows"]
-            notes.append(result)
             _print(result)
-    missed = _missed(rows, notes)
+        # Three ranks: a stage with both neighbours, and cores that are not fought over.
+        engine_us = _launch(3, out, "--engine-time")["engine_us"]
+    print(f"\nengine's own time for a slice, on the busiest of 3 stages: {engine_us:.0f} us")
+    missed = _missed(rows, engine_us)
     print(f"\ntargets: {'met' if not missed else 'missed: ' + '; '.join(missed)}")
     if args.json is not None:
         from terapipe_ds.files import write_text
@@ -88,11 +85,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of each setting")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--engine-time", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     args = parser.parse_args()
     if not 0 < args.dilation <= 10:
         parser.error(f"--dilation: found {args.dilation}, allowed is more than 0 and at most 10")
     return args
+
+
+def _launch(stages: int, out: Path, *more: str) -> Any:
+    """Runs this file on as many ranks; what its first rank wrote."""
+    arguments = [*sys.argv[1:], f"--stages={stages}", f"--out={out}", *more]
+    code = launch(__file__, stages, arguments=arguments, quiet=True)
+    if code:
+        sys.exit(code)
+    return json.loads(out.read_text())
 
 
 # Ranks
@@ -107,6 +114,10 @@ def _rank(args: argparse.Namespace) -> None:
     deepspeed.init_distributed("gloo")
     settings = _settings(args.stages)
     dilation = Dilation()
+    if args.engine_time:
+        sliced = _engine({"slices": 16, "timeout_s": 300}, dilation)
+        _write(args.out, {"engine_us": _engine_time(sliced, _data())})
+        return
     stock, sliced = _engine(None, dilation), _engine({"slices": 1, "timeout_s": 300}, dilation)
     data = _data()
 
@@ -119,17 +130,15 @@ def _rank(args: argparse.Namespace) -> None:
             setting = settings[(repeat + offset) % len(settings)]
             engine = stock if setting["schedule"] == "stock" else sliced
             setting["measured"].append(_step(engine, setting, data))
-    dilation.factor = 0.0
-    engine_us = _engine_time(sliced, data)
-    memory = _memory()
+    rows = _rows(settings, args)
+    _write(args.out, {"stages": args.stages, "rows": rows, "memory_gib": _memory()})
+
+
+def _write(path: Path, content: Any) -> None:
+    import torch
+
     if torch.distributed.get_rank() == 0:
-        result = {
-            "stages": args.stages,
-            "rows": _rows(settings, args),
-            "engine_us_per_slice": engine_us,
-            "memory_gib": memory,
-        }
-        args.out.write_text(json.dumps(result))
+        path.write_text(json.dumps(content))
 
 
 class Dilation:
@@ -291,8 +300,10 @@ def _engine_time(engine: Any, data: list[Any]) -> float:
 
     setting = {"schedule": "1f1b", "slices": 16}
     spent = {"total": 0.0, "model": 0.0}
-    repeats = 5
+    repeats = 20
     _set(engine, setting)
+    for _ in range(3):
+        engine.train_batch(iter(data))
     with _counted(engine, spent):
         for _ in range(repeats):
             engine.train_batch(iter(data))
@@ -398,14 +409,10 @@ def _print(result: dict[str, Any]) -> None:
             f"{row['schedule']:8}{name:14}{row['measured_ms']:>12.0f}{row['simulated_ms']:>14.0f}"
             f"{over:>+8.1%}{row['speedup']:>8.2f}x{row['simulated_speedup']:>10.2f}x"
         )
-    print(
-        f"engine's own time for a slice: {result['engine_us_per_slice']:.0f} us (busiest stage); "
-        f"memory of all ranks: {result['memory_gib']:.1f} GiB",
-        flush=True,
-    )
+    print(f"memory of all ranks: {result['memory_gib']:.1f} GiB", flush=True)
 
 
-def _missed(rows: list[dict[str, Any]], notes: list[dict[str, Any]]) -> list[str]:
+def _missed(rows: list[dict[str, Any]], engine_us: float) -> list[str]:
     missed = []
     for row in rows:
         name = f"{row['stages']} stages {row['schedule']} {row['slices']}"
@@ -426,9 +433,8 @@ def _missed(rows: list[dict[str, Any]], notes: list[dict[str, Any]]) -> list[str
         should = row["simulated_ms"] < (1 - BEATS_BY) * other["simulated_ms"]
         if should and row["measured_ms"] >= other["measured_ms"]:
             missed.append(f"{stages} stages: zb-h1 with {slices} does not beat 1f1b")
-    for note in notes:
-        if note["engine_us_per_slice"] > ENGINE_US:
-            missed.append(f"{note['stages']} stages: engine {note['engine_us_per_slice']:.0f} us")
+    if engine_us > ENGINE_US:
+        missed.append(f"engine {engine_us:.0f} us")
     return missed
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ from .schedule.simulator import Timeline
 from .schedule.trace import MeasuredTimeline, write_chrome_trace, write_picture
 from .scheme import SliceScheme
 
+_PICTURES = (".png", ".svg", ".pdf")
 _SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 
 
@@ -33,7 +36,8 @@ class _Parser(argparse.ArgumentParser):
     """Errors on one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        line = " ".join(message.split())
+        print(f"{self.prog}: {line}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -45,13 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TeraPipeError as error:
         print(f"terapipe: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever reads has enough; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(
-            f"terapipe: found {error.filename}, which cannot be used "
+            f"terapipe: found {error.filename2 or error.filename}, which cannot be used "
             f"({error.strerror}); change the path",
             file=sys.stderr,
         )
         return 2
+    except KeyboardInterrupt:
+        print("terapipe: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -87,8 +97,8 @@ def _add_profile(commands: Any) -> None:
         "--budget", type=_seconds, default=60.0, help="time to spend, as 60s or 5m (60s)"
     )
     parser.add_argument("--latency-us", type=_number, help="of a message between two stages")
-    parser.add_argument("--gigabytes-per-s", type=_number, help="between two stages")
-    parser.add_argument("--plot", type=Path, help="a picture of the measurements and the fit")
+    parser.add_argument("--gigabytes-per-s", type=_rate, help="between two stages")
+    parser.add_argument("--plot", type=_picture, help="a picture of the measurements and the fit")
     parser.add_argument("--json", action="store_true", help="print the cost file")
     parser.set_defaults(run=_profile)
 
@@ -135,7 +145,7 @@ def _add_simulate(commands: Any) -> None:
     parser.add_argument("--micro-batches", type=_positive, default=1, help="(1)")
     parser.add_argument("--schedule", choices=_SCHEDULES, default="1f1b")
     parser.add_argument("--trace", type=Path, help="a Perfetto trace to write")
-    parser.add_argument("--picture", type=Path, help="a picture to write, .png or .svg")
+    parser.add_argument("--picture", type=_picture, help="a picture to write, .png or .svg")
     parser.add_argument("--json", action="store_true", help="print numbers for programs")
     parser.set_defaults(run=_simulate)
 
@@ -157,6 +167,7 @@ def _profile(args: argparse.Namespace) -> None:
     from .models.preset import load_preset
 
     preset = load_preset(args.model)
+    preset.check_profile(stages=args.stages, granularity=args.granularity)
     if args.out.exists():
         _check_shape(CostModel.load(args.out), preset.shape(), args.out)
     given = (args.latency_us, args.gigabytes_per_s)
@@ -205,6 +216,13 @@ def _plan(args: argparse.Namespace) -> None:
         from .models.preset import load_preset
 
         _check_shape(cost, load_preset(args.model).shape(), args.cost)
+    measured = cost.about.get("stages")
+    if measured not in (None, args.stages):
+        raise ConfigError(
+            f"cost: found {args.cost}, measured for {measured} stages, allowed are its own "
+            f"--stages, since each of {args.stages} stages has other layers; change --stages, or "
+            "profile again"
+        )
     found = plan(
         cost,
         seq_length=args.seq_length or cost.seq_length,
@@ -229,6 +247,11 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _simulate(args: argparse.Namespace) -> None:
     cost = CostModel.load(args.cost)
+    if args.plan is not None and (args.scheme is not None or args.stages is not None):
+        raise ConfigError(
+            "simulate: found --plan with --scheme or --stages, allowed is one of these; the plan "
+            "has its own"
+        )
     if args.plan is not None:
         found = Plan.load(args.plan)
         scheme, stages, schedule = found.scheme, found.stages, found.schedule
@@ -257,7 +280,14 @@ def _simulate(args: argparse.Namespace) -> None:
 
 def _inject(args: argparse.Namespace) -> None:
     found = Plan.load(args.plan)
-    text, changes = inject(found, args.config.read_text())
+    try:
+        before = args.config.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"inject: found {args.config}, which is not UTF-8 ({error.reason}), allowed is a "
+            "DeepSpeed configuration as plain JSON"
+        ) from None
+    text, changes = inject(found, before)
     out = args.out or args.config
     write_text(out, text)
     if args.json:
@@ -363,6 +393,26 @@ def _positive(text: str) -> int:
 
 def _number(text: str) -> float:
     return _scaled(text, r"()", {"": 1.0}, "a number of at least 0")
+
+
+def _rate(text: str) -> float:
+    rate = _number(text)
+    if not rate:
+        raise argparse.ArgumentTypeError(f"found {text!r}, allowed is a number above 0")
+    return rate
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, allowed are files that end in {', '.join(_PICTURES)}"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            "found no matplotlib, which pictures need; install terapipe-ds[plot]"
+        )
+    return path
 
 
 def _seconds(text: str) -> float:

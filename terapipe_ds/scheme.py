@@ -201,6 +201,9 @@ SlicesSetting = int | tuple[int, ...] | SliceScheme
 """What the "slices" key may hold besides "auto": a number of slices, their lengths, or a scheme."""
 
 
+_MOST_REPEATS = 1_000_000
+
+
 class _NotScheme(Exception):
     pass
 
@@ -216,6 +219,8 @@ def _read(node: ast.expr) -> Any:
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            if right > _MOST_REPEATS:
+                raise _NotScheme
             return left * right
     raise _NotScheme
 

@@ -36,6 +36,8 @@ def as_json(content: Any) -> Any:
     return json.loads(json.dumps(content))
 
 
+# So rough that another plan is taken than the best.
+ROUGH = {"epsilon": 20.0, "objective": "paper", "sequences": 8, "granularity": 1}
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("", {}),
     ("--sequences 3", {"sequences": 3}),
@@ -45,7 +47,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("--objective paper", {"objective": "paper"}),
     ("--objective simulate --schedule gpipe", {"schedule": "gpipe"}),
     ("--schedule zb-h1", {"schedule": "zb-h1"}),
-    ("--epsilon 0.5 --sequences 3", {"epsilon": 0.5, "sequences": 3}),
+    ("--epsilon 20 --objective paper --sequences 8 --granularity 1", ROUGH),
     ("--memory 2.5GiB --sequences 4", {"memory_bytes": 2.5 * GIB, "sequences": 4}),
     ("--memory 2.5 --sequences 4", {"memory_bytes": 2.5 * GIB, "sequences": 4}),
     ("--memory 2.7e0GB --sequences 4", {"memory_bytes": 2.7e9, "sequences": 4}),
@@ -61,12 +63,14 @@ def test_plan_as_json(
     assert json.loads(out) == as_json(made(two_stages(), stages=2, **meant).to_dict())
 
 
-def test_memory_changes_the_plan() -> None:
-    """The cases above would notice a limit that is not heeded."""
+def test_memory_and_epsilon_change_the_plan() -> None:
+    """The cases above would notice if they were not heeded."""
     free = made(two_stages(), stages=2, sequences=4)
     fitting = made(two_stages(), stages=2, sequences=4, memory_bytes=2.5 * GIB)
     assert free.memory is not None and fitting.memory is not None
     assert max(fitting.memory) <= 2.5 * GIB < 2.7e9 < max(free.memory)
+    rough = made(two_stages(), stages=2, **ROUGH)
+    assert rough.latency_ms > made(two_stages(), stages=2, **{**ROUGH, "epsilon": 0}).latency_ms
 
 
 def test_plan_file(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -77,9 +81,10 @@ def test_plan_file(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
 
 
 def test_plan_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, "plan", "cost.json", "--stages", 2, "--sequences", 3)
-    found = made(two_stages(), stages=2, sequences=3)
-    assert out.startswith("2 stages, 1f1b, 1 micro-batches, objective simulate\n")
+    sizes = ("--sequences", 2, "--micro-batches", 2)
+    out = run(capsys, "plan", "cost.json", "--stages", 2, *sizes)
+    found = made(two_stages(), stages=2, sequences=2, micro_batches=2)
+    assert out.startswith("2 stages, 1f1b, 2 micro-batches, objective simulate\n")
     rows = {line[:14].strip(): line[14:] for line in out.splitlines() if "x " in line[14:]}
     assert list(rows) == ["plan", "runner-up", "no slicing"]
     for name, best in (("plan", found), ("runner-up", found.runner_up)):

@@ -152,6 +152,8 @@ NOT_COST = "allowed is a file written by 'terapipe profile'"
             f"missing or wrong (KeyError('samples')), {NOT_COST}",
         ),
         ("plan cost_corners.json --stages 2", "a fit with 1 token counts and 2 times"),
+        ("plan cost_jump.json --stages 2", "a jump of 1 numbers, allowed are 2"),
+        ("plan cost_about.json --stages 2", NOT_COST),
         # What a cost file cannot tell.
         ("plan cost.json --stages 3", "found costs of 2 stages for a pipeline of 3"),
         ("plan cost.json --stages 2 --seq-length 65", "found measurements up to 64 tokens"),
@@ -193,6 +195,10 @@ NOT_COST = "allowed is a file written by 'terapipe profile'"
         ("inject plan_version.json ds.json", "allowed is ('terapipe-plan', 1); write the file"),
         ("inject plan_scheme.json ds.json", "found -8 in [8, -8]"),
         ("inject plan_key.json ds.json", "unexpected keyword argument 'colour'"),
+        ("inject plan_unsliced.json ds.json", NOT_PLAN),
+        ("inject plan_repeats.json ds.json", "found micro_batches None"),
+        ("inject plan_schedule.json ds.json", "schedule: found -1, allowed are '1f1b'"),
+        ("simulate cost.json --plan plan_stages.json", "found stages None"),
         # Inject: DeepSpeed files.
         ("inject plan.json none.json", "none.json, which cannot be used (No such file"),
         ("inject plan.json a_folder", "a_folder, which cannot be used (Is a directory)"),
@@ -226,13 +232,7 @@ def test_bad_input_is_one_line(
     [
         # Values of another type, or of another number.
         "plan cost_latency.json --stages 2",
-        "plan cost_jump.json --stages 2",
-        "plan cost_about.json --stages 2",
         "plan cost_memory.json --stages 2 --memory 80GiB",
-        "inject plan_unsliced.json ds.json",
-        "inject plan_repeats.json ds.json",
-        "simulate cost.json --plan plan_stages.json",
-        "inject plan_schedule.json ds.json",
         "inject plan.json batch_text.json",
         "inject plan.json micro_object.json",
         # Neither UTF-8 nor JSON.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ModelPreset(BaseModel):
     """The shape of a GPT of megatron-core layers; read one with :func:`load_preset`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     num_layers: int = Field(ge=1)
     hidden_size: int = Field(ge=1)
@@ -46,7 +46,30 @@ class ModelPreset(BaseModel):
                 f"found hidden_size {self.hidden_size} with num_attention_heads "
                 f"{self.num_attention_heads}, allowed is a multiple"
             )
+        groups = self.num_query_groups or self.num_attention_heads
+        if self.num_attention_heads % groups:
+            raise ValueError(
+                f"found num_attention_heads {self.num_attention_heads} with num_query_groups "
+                f"{groups}, allowed is a multiple"
+            )
         return self
+
+    def check_profile(self, *, stages: int, granularity: int) -> None:
+        """Raises if there is nothing to time.
+
+        Raises:
+            ConfigError: if a stage would have no layer, or a sequence cannot be cut.
+        """
+        if stages > self.num_layers:
+            raise ConfigError(
+                f"profile: found {stages} stages for {self.num_layers} layers, allowed is at most "
+                "one stage a layer; change --stages"
+            )
+        if 2 * granularity > self.seq_length:
+            raise ConfigError(
+                f"profile: found slices of at least {granularity} tokens for sequences of "
+                f"{self.seq_length}, allowed is at most half a sequence; change --granularity"
+            )
 
     def shape(self) -> dict[str, Any]:
         """What a stage's times depend on, but for the number of its layers."""

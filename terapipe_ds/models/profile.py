@@ -65,11 +65,7 @@ def profile_model(
         ConfigError: if the model cannot be cut into so many stages, or ``partial_path`` belongs to
             another model.
     """
-    if preset.num_layers < stages:
-        raise ConfigError(
-            f"profile: found {stages} stages for {preset.num_layers} layers, allowed is at most "
-            "one stage a layer; change --stages"
-        )
+    preset.check_profile(stages=stages, granularity=granularity)
     _initialize()
     layers = -(-preset.num_layers // stages)
     module = gpt_pipeline(
@@ -280,8 +276,12 @@ class _Partial:
         self._before: dict[str, Any] = {}
         if not path.exists():
             return
-        content = json.loads(path.read_text())
-        if content.get("key") != self._key:
+        try:
+            content = json.loads(path.read_text())
+            found = content["key"]
+        except (KeyError, TypeError, ValueError):
+            found = None
+        if found != self._key:
             raise ConfigError(
                 f"profile: found {path} of another model or other settings, allowed is to go on "
                 "with the same; delete it, or change --out"

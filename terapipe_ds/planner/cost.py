@@ -298,14 +298,15 @@ class CostModel:
             )
         try:
             transfer = dict(content["transfer"])
-            transfer["samples"] = tuple((float(n), float(ms)) for n, ms in transfer["samples"])
+            samples = tuple((float(n), float(ms)) for n, ms in transfer.pop("samples"))
+            transfer = {name: float(value) for name, value in transfer.items()}
             return cls(
                 stages=tuple(_stage_from_dict(stage) for stage in content["stages"]),
                 seq_length=int(content["seq_length"]),
-                transfer=Transfer(**transfer),
+                transfer=Transfer(**transfer, samples=samples),
                 about=dict(content["about"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"cost: found {where} with a part that is missing or wrong ({error!r}), allowed is "
                 "a file written by 'terapipe profile'"
@@ -340,7 +341,9 @@ def _stage_from_dict(content: Mapping[str, Any]) -> StageCost:
         error=content["error"],
         errors=dict(content["errors"]),
         samples=tuple(Sample(*sample) for sample in content["samples"]),
-        memory=None if memory is None else StageMemory(**memory),
+        memory=None
+        if memory is None
+        else StageMemory(**{name: float(value) for name, value in memory.items()}),
         weight=None if weight is None else _fit_from_dict(weight),
     )
 
@@ -349,6 +352,8 @@ def _fit_from_dict(content: Mapping[str, Any]) -> Fit:
     values = dict(content)
     for name in ("tokens", "base_ms", "jump", "lengths", "price_ms"):
         values[name] = tuple(float(value) for value in values[name])
+    for name in ("own_share", "least_ms"):
+        values[name] = float(values[name])
     return Fit(**values)
 
 

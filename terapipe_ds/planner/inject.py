@@ -53,6 +53,8 @@ def inject(plan: Plan, text: str) -> tuple[str, list[str]]:
         for name, value in changes.items()
         if before.get(name) != (says if name == BLOCK else value)
     ]
+    if says.get("enabled") is False:
+        lines.append('note: the block has "enabled": false, so nothing is sliced yet')
     if isinstance(before.get(MICRO_BATCH), int) and MICRO_BATCH in changes:
         lines.append(
             "note: DeepSpeed averages the losses of micro-batches; where a loss mask leaves them "
@@ -73,6 +75,12 @@ def _batch_changes(before: Mapping[str, Any], size: int, steps: int) -> dict[str
         for name in (BATCH, MICRO_BATCH, STEPS)
         if (value := before.get(name)) not in (None, "auto")
     }
+    for name, value in found.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(
+                f"inject: found {name} {json.dumps(value)}, allowed are integers of at least 1; "
+                f"change {name}"
+            )
     covered = size * steps
     if MICRO_BATCH in found:
         has = found[MICRO_BATCH] * found.get(STEPS, 1)

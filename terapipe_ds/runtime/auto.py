@@ -28,7 +28,7 @@ from ..errors import ConfigError, TeraPipeError
 from ..planner.cost import CostModel, StageCost, Transfer
 from ..planner.fit import fit_stage
 from ..planner.memory import GIB, StageMemory, optimizer_bytes
-from ..planner.planning import Plan, plan
+from ..planner.planning import Candidate, Plan, plan
 from ..schedule.order import Action, splits_backward
 from ..scheme import SliceScheme, TokenRange
 from .adapter import Dims, TensorDims, Tensors, as_tuple
@@ -136,6 +136,9 @@ class AutoPlans:
     def _make(self, shape: BatchShape, inputs: list[Tensors], labels: list[Tensors]) -> None:
         engine = self._engine
         sequences, tokens = shape
+        if tokens < 2 * engine.terapipe.granularity:
+            self.plans[shape] = self._whole(shape)
+            return
         found = None
         if self._covered.get(sequences, 0) < tokens:
             found = self._profile(shape, inputs, labels)
@@ -151,6 +154,22 @@ class AutoPlans:
             raise ConfigError(result[0])
         self.plans[shape] = Plan.from_dict(result[0])
         _log(_describe(self.plans[shape], shape))
+
+    def _whole(self, shape: BatchShape) -> Plan:
+        """No slices, for sequences that are too short to be cut."""
+        engine = self._engine
+        sequences, tokens = shape
+        scheme = SliceScheme([(sequences, [tokens])])
+        return Plan(
+            scheme=scheme,
+            latency_ms=0.0,
+            objective="simulate",
+            schedule=engine.terapipe.schedule,
+            stages=engine.num_stages,
+            micro_batches=engine.micro_batches,
+            granularity=engine.terapipe.granularity,
+            unsliced=Candidate(scheme, 0.0),
+        )
 
     def _plan(self, shape: BatchShape) -> dict[str, Any]:
         engine = self._engine

@@ -178,13 +178,13 @@ class SendChannel:
         self._group, self._watchdog = group, watchdog
         self._peer_rank = 1 - group.rank()
         # Made once: there is a message for every slice.
-        self._wait = Wait(f"room to send the {what}", str(peer))
+        self._what = (f"room to send the {what}", str(peer))
         # Keeps the tensors alive that are still being sent.
         self._unfinished: deque[tuple[Any, Tensor, Wait]] = deque()
 
     def send(self, tensors: Iterable[Tensor], micro_batch: int, slice_index: int) -> None:
         """Posts the tensors of one slice."""
-        wait = Wait(self._wait.what, self._wait.peer, micro_batch, slice_index)
+        wait = Wait(*self._what, micro_batch, slice_index)
         for tensor in tensors:
             self._post(tensor.detach().contiguous(), wait)
         while len(self._unfinished) > _UNFINISHED_SENDS:
@@ -192,7 +192,7 @@ class SendChannel:
 
     def send_boundary(self, boundary: Boundary, device: torch.device) -> None:
         """Posts the description of what will be sent."""
-        wait = Wait("room to send the boundary", self._wait.peer)
+        wait = Wait("room to send the boundary", self._what[1])
         self._post(boundary.encode().to(device), wait)
 
     def drain(self) -> None:
@@ -227,7 +227,7 @@ class RecvChannel:
     ) -> None:
         self._group, self._watchdog, self._device = group, watchdog, device
         self._peer_rank = 1 - group.rank()
-        self._wait = Wait(f"the {what}", str(peer))
+        self._what = (f"the {what}", str(peer))
         self._boundary: Boundary | None = None
         self._upcoming: Iterator[Slot] = iter(())
         self._posted: deque[tuple[Wait, list[Any], tuple[Tensor, ...]]] = deque()
@@ -257,7 +257,7 @@ class RecvChannel:
     def recv_boundary(self) -> Boundary:
         """Waits for the description of what will be received."""
         message = torch.empty(MESSAGE_SIZE, dtype=torch.int64, device=self._device)
-        wait = Wait("the boundary's description", self._wait.peer)
+        wait = Wait("the boundary's description", self._what[1])
         with self._watchdog.waiting(wait), _failures_named(wait, self._watchdog):
             self._group.recv([message], self._peer_rank, 0).wait()
         return Boundary.decode(message)
@@ -282,7 +282,7 @@ class RecvChannel:
                 torch.empty(size, dtype=template.dtype, device=self._device)
                 for size, template in zip(sizes, self._boundary.tensors, strict=True)
             )
-            wait = Wait(self._wait.what, self._wait.peer, slot.micro_batch, slot.slice)
+            wait = Wait(*self._what, slot.micro_batch, slot.slice)
             with _failures_named(wait, self._watchdog):
                 works = [self._group.recv([tensor], self._peer_rank, 0) for tensor in tensors]
             self._posted.append((wait, works, tensors))

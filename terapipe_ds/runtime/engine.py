@@ -56,6 +56,8 @@ from .tracing import Tracer
 from .watchdog import Wait, Watchdog
 from .weight_grads import put_off, split_linear_layers
 
+_NOTHING = nullcontext()
+
 
 class TokenSliceEngine(PipelineEngine):
     """Trains and evaluates a ``PipelineModule`` in token slices; see ``docs/how-it-works.md``.
@@ -101,6 +103,7 @@ class TokenSliceEngine(PipelineEngine):
         self._schedules: dict[tuple[Any, ...], TokenSliceSchedule] = {}
         self._step: StepState | None = None
         self._agreed = False
+        self._times = self._autocasts = False
         self._trains = any(parameter.requires_grad for parameter in module.parameters())
         self._tracer = None
         if block.trace is not None:
@@ -228,6 +231,9 @@ class TokenSliceEngine(PipelineEngine):
         self, schedule: str, micro_batches: int, *, training: bool
     ) -> TokenSliceSchedule:
         """Loads the step's micro-batches, cuts them, and posts the first receives."""
+        # Asked once a step, not for every instruction.
+        self._times = self.wall_clock_breakdown()
+        self._autocasts = self.torch_autocast_enabled() or torch.is_autocast_enabled()
         with self._timed(BATCH_INPUT_TIMER):
             inputs, labels, shapes = load(
                 self._next_batch,
@@ -378,10 +384,11 @@ class TokenSliceEngine(PipelineEngine):
             inputs = self._cut_inputs(loaded, group.rows, tokens.as_slice)
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
-        with current_slice(tokens, group.context), autocast_if_enabled(self):
+        autocast = autocast_if_enabled(self) if self._autocasts else _NOTHING
+        with current_slice(tokens, group.context), autocast:
             # A clone, as in stock DeepSpeed: the first layer may work in place.
             outputs = self.module(_cloned(inputs))
-        if step.training and self._trains:
+        if slice == 0 and step.training and self._trains:
             self._check_trains(as_tuple(outputs))
         if not step.training:
             group.inputs.pop(slice, None)
@@ -540,7 +547,7 @@ class TokenSliceEngine(PipelineEngine):
 
     def _timed(self, name: str) -> Any:
         """One of DeepSpeed's timers, where ``wall_clock_breakdown`` asks for them."""
-        return _running(self.timers(name)) if self.wall_clock_breakdown() else nullcontext()
+        return _running(self.timers(name)) if self._times else _NOTHING
 
     _INSTRUCTION_MAP: dict[type, Callable[..., None]] = {
         ds_schedule.OptimizerStep: _exec_optimizer_step,

@@ -31,7 +31,7 @@ from terapipe_ds.runtime.profiler import (
     measure,
     run_chain,
 )
-from terapipe_ds.runtime.weight_grads import split_linear_layers
+from terapipe_ds.runtime.weight_grads import owe, split_linear_layers
 from terapipe_ds.scheme import SliceScheme, TokenRange
 
 SEQUENCES, TOTAL, HEADS, WIDTH = 2, 12, 2, 4
@@ -286,7 +286,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(profiler, "time", SimpleNamespace(monotonic=lambda: self.now))
+        fake = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
+        monkeypatch.setattr(profiler, "time", fake)
 
     def after(self, seconds: float) -> Callable[[Measurements], None]:
         def tick(found: Measurements) -> None:
@@ -298,6 +299,35 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
+
+
+def test_times_are_those_of_their_slices(clock: Clock) -> None:
+    """A forward takes a second a token, the rest of a slice 10 and, where it is put off, 100."""
+
+    def tick(seconds: float) -> None:
+        clock.now += seconds
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            tick(x.shape[0])
+            ctx.tokens = x.shape[0]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            tick(10 * ctx.tokens)
+            owe(lambda: tick(100 * ctx.tokens))
+            return grad
+
+    stage = under_test(nn.Identity())
+    stage.run = Slow.apply
+    lengths = (5, 3, 4)
+    whole = [pytest.approx((1e3 * n, 1e4 * n, 0.0)) for n in lengths]
+    assert run_chain(stage, Chain(SEQUENCES, lengths)) == whole
+    stage.splits_backward = True
+    split = [pytest.approx((1e3 * n, 1.1e5 * n, 1e5 * n)) for n in lengths]
+    assert run_chain(stage, Chain(SEQUENCES, lengths)) == split
 
 
 def test_turns(stage: StageUnderTest, timed: list[Chain], clock: Clock) -> None:

@@ -32,6 +32,13 @@ def test_busy_and_bubble_count_computation_alone() -> None:
     assert TIMELINE.bubble() == [pytest.approx(0.5)] * 2
 
 
+def test_shares_of_the_window() -> None:
+    """A wait that began before the window counts from the window's start."""
+    first, second = TIMELINE.shares()
+    assert first == pytest.approx({"busy": 1 / 2, "waiting": 1 / 2, "idle": 0})
+    assert second == pytest.approx({"busy": 1 / 2, "waiting": 1 / 6, "idle": 1 / 3})
+
+
 @pytest.mark.parametrize(
     ("span", "label"),
     [
