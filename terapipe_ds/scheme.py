@@ -93,25 +93,62 @@ class SliceScheme:
         object.__setattr__(self, "groups", parsed)
 
     @classmethod
-    def even(cls, *, sequences: int, seq_length: int, count: int) -> SliceScheme:
-        """One group of ``count`` slices whose lengths differ by at most one, longer first."""
-        if not 1 <= count <= seq_length:
+    def even(cls, *, sequences: int, seq_length: int, count: int, unit: int = 1) -> SliceScheme:
+        """One group of ``count`` slices of almost the same length, longer first.
+
+        Args:
+            sequences: of the group.
+            seq_length: tokens of a sequence.
+            count: of slices.
+            unit: lengths are multiples of it and differ by at most one of it; what is left of the
+                sequence goes to the last.
+        """
+        units, rest = divmod(seq_length, unit)
+        if not 1 <= count <= max(1, units):
+            of = "" if unit == 1 else f" of at least {unit} tokens"
             raise ConfigError(
-                f"slices: found {count} slices for a sequence of {seq_length} tokens, "
-                f"allowed are 1 to {seq_length}"
+                f"slices: found {count} slices{of} for a sequence of {seq_length} tokens, "
+                f"allowed are 1 to {max(1, units)}"
             )
-        length, longer = divmod(seq_length, count)
-        return cls([(sequences, [length + 1] * longer + [length] * (count - longer))])
+        length, longer = divmod(units, count)
+        lengths = [unit * (length + (index < longer)) for index in range(count)]
+        lengths[-1] += rest
+        return cls([(sequences, lengths)])
 
     @classmethod
-    def resolve(cls, slices: SlicesSetting, *, sequences: int, seq_length: int) -> SliceScheme:
+    def resolve(
+        cls, slices: SlicesSetting, *, sequences: int, seq_length: int, multiple_of: int = 1
+    ) -> SliceScheme:
         """The scheme of a loaded micro-batch of ``sequences`` sequences of ``seq_length`` tokens.
+
+        Args:
+            slices: as the block has it.
+            sequences: of the micro-batch.
+            seq_length: its tokens.
+            multiple_of: what slice lengths have to be multiples of.
 
         Raises:
             ConfigError: if the setting does not cover exactly this micro-batch.
         """
+        scheme = cls._resolve(slices, sequences, seq_length, multiple_of)
+        for group in scheme.groups:
+            for length in group.lengths:
+                if length % multiple_of:
+                    raise ConfigError(
+                        f"slices: found a slice of {length} tokens, allowed are multiples of "
+                        f"{multiple_of} here (sequence parallelism shares a slice between ranks); "
+                        "change terapipe.slices or the sequence length"
+                    )
+        return scheme
+
+    @classmethod
+    def _resolve(
+        cls, slices: SlicesSetting, sequences: int, seq_length: int, multiple_of: int
+    ) -> SliceScheme:
         if isinstance(slices, int):
-            return cls.even(sequences=sequences, seq_length=seq_length, count=slices)
+            return cls.even(
+                sequences=sequences, seq_length=seq_length, count=slices, unit=multiple_of
+            )
         scheme = slices if isinstance(slices, SliceScheme) else cls([(sequences, [*slices])])
         if scheme.seq_length != seq_length:
             raise ConfigError(

@@ -196,12 +196,12 @@ def test_inject_into_another_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("ds.json").read_text() == DS_CONFIG
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: the command reads and writes with '\\n' alone")
 def test_inject_keeps_line_ends(capsys: pytest.CaptureFixture[str]) -> None:
     Path("ds.json").write_bytes(DS_CONFIG.replace("\n", "\r\n").encode())
     run(capsys, "inject", "plan.json", "ds.json")
     kept = Path("ds.json").read_bytes()
     assert kept.startswith(b'{\r\n  "train_batch_size": 8,\r\n  "optimizer"')
+    assert kept.count(b"\n") == kept.count(b"\r\n")
 
 
 @pytest.mark.parametrize("command", ["", "profile", "plan", "simulate", "inject"])

@@ -246,8 +246,7 @@ def test_bad_input_is_one_line(
         "plan cost.json --stages 2 'a\nb'",
     ],
 )
-@pytest.mark.xfail(strict=True, reason="BUG: ends with a traceback, or writes nonsense")
-def test_bad_input_that_is_not_refused_yet(
+def test_input_of_a_wrong_kind(
     capsys: pytest.CaptureFixture[str], folder: Path, line: str
 ) -> None:
     refused(capsys, folder, line)

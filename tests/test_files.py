@@ -50,7 +50,7 @@ def test_a_write_that_ends_in_the_middle(tmp_path: Path, monkeypatch: pytest.Mon
     """As when the disk is full."""
     write_all = Path.write_text
 
-    def write_half(path: Path, text: str) -> int:
+    def write_half(path: Path, text: str, **_: str) -> int:
         write_all(path, text[: len(text) // 2])
         raise OSError("no space left on device")
 

@@ -30,6 +30,7 @@ from ..errors import ConfigError
 from ..runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
 from ..runtime.kv_context import get_current_slice
 from .megatron_core import TokenSliceCoreAttention, check_layers, token_slice_layer_spec
+from .tensor_parallel_grads import sum_over_tensor_ranks
 from .split_backward import split_linear, split_linear_layers
 from .without_cuda import prepare_megatron
 
@@ -143,7 +144,8 @@ def gpt_pipeline(
         activation_checkpoint_func=_checkpoint,
         checkpointable_layers=[GPTTransformerLayer.__name__],
     )
-    setattr(module, ATTRIBUTE, _adapter(loss_fn, loss_is_token_mean))
+    setattr(module, ATTRIBUTE, _adapter(config, loss_fn, loss_is_token_mean))
+    sum_over_tensor_ranks(module)
     _count_once_in_norm(module)
     # Seeding by layer was for the weights; PipelineModule would go on and do it in every forward.
     module.seed_layers = False
@@ -245,7 +247,7 @@ class GPTTransformerLayer(torch.nn.Module):
         self._rotary = (rotary,)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[l, b, h]`` to ``[l, b, h]``."""
+        """``[l, b, h]`` to ``[l, b, h]``; under sequence parallelism a share of ``l``."""
         output, _ = self.layer(
             hidden_states,
             attention_mask=None,
@@ -259,8 +261,12 @@ class GPTTransformerLayer(torch.nn.Module):
         if rotary is None:
             return None
         current = get_current_slice()
-        total = hidden_states.shape[0] if current is None else current.tokens.total
-        return rotary(total)
+        if current is not None:
+            return rotary(current.tokens.total)
+        config = self.layer.config
+        # Under sequence parallelism the layer is given this rank's share of the tokens.
+        shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return rotary(shares * hidden_states.shape[0])
 
 
 class GPTFinalNorm(torch.nn.Module):
@@ -358,7 +364,9 @@ def _embedding_spec(
 
 
 def _adapter(
-    loss_fn: Callable[..., Tensor] | None, loss_is_token_mean: bool | None
+    config: TransformerConfig,
+    loss_fn: Callable[..., Tensor] | None,
+    loss_is_token_mean: bool | None,
 ) -> SequenceAdapter:
     if loss_is_token_mean is None:
         loss_is_token_mean = loss_fn is None
@@ -370,6 +378,7 @@ def _adapter(
         mean_over_valid_tokens=loss_is_token_mean,
         token_weights=lambda labels: labels[1],
         check=_check_stage,
+        multiple_of=config.tensor_model_parallel_size if config.sequence_parallel else 1,
         split_backward=split_backward,
         keep_random_state=_keep_random_state,
     )

@@ -17,8 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -34,7 +36,7 @@ class TokenSliceCoreAttention(torch.nn.Module):
 
     Args:
         config: megatron's configuration.
-        layer_number: the layer, from 1; not needed here.
+        layer_number: the layer, from 1; some layers may attend in a window.
         attn_mask_type: must be ``causal`` for slicing; :func:`check_layers` refuses others.
         softmax_scale: factor of the scores; ``1 / sqrt(kv_channels)`` if None.
     """
@@ -58,6 +60,7 @@ class TokenSliceCoreAttention(torch.nn.Module):
         # apply_query_key_layer_scaling divides the scores by the layer's number and multiplies them
         # again inside the softmax, in fp32, where every kernel here works anyway.
         self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.window = _window(config, layer_number)
 
     def forward(
         self,
@@ -95,9 +98,24 @@ class TokenSliceCoreAttention(torch.nn.Module):
         draws = get_cuda_rng_tracker().fork() if dropout_p > 0.0 else nullcontext()
         with draws:
             output = causal_attention(
-                self, query, key, value, scale=self.scale, dropout_p=dropout_p
+                self,
+                query,
+                key,
+                value,
+                scale=self.scale,
+                dropout_p=dropout_p,
+                window=self.window,
             )
         return output.reshape(*output.shape[:2], -1)
+
+
+def _window(config: TransformerConfig, layer_number: int) -> int | None:
+    """How many tokens before itself a token of this layer sees; None for all."""
+    skips = config.window_attn_skip_freq
+    if not is_layer_window_attention(config.window_size, skips, layer_number):
+        return None
+    before, _ = config.window_size
+    return before if before >= 0 else None
 
 
 class TokenSliceTransformerLayer(TransformerLayer):
@@ -145,18 +163,41 @@ def token_slice_layer_spec(
     attention = spec.submodules.self_attention
     attention.params = {**attention.params, "attn_mask_type": attn_mask_type}
     attention.submodules.core_attention = TokenSliceCoreAttention
+    if config.sequence_parallel:
+        # Without apex, megatron's local norm is torch's, which it refuses under this setting.
+        for submodules, name in (
+            (spec.submodules, "input_layernorm"),
+            (spec.submodules, "pre_mlp_layernorm"),
+            (attention.submodules, "q_layernorm"),
+            (attention.submodules, "k_layernorm"),
+        ):
+            if getattr(submodules, name) is WrappedTorchNorm:
+                setattr(submodules, name, SequenceParallelNorm)
     return spec
+
+
+class SequenceParallelNorm:
+    """torch's norm on a share of the tokens, its parameters marked as megatron's own are.
+
+    Takes the place of ``megatron.core.transformer.torch_norm.WrappedTorchNorm``; same arguments.
+    """
+
+    def __new__(cls, config: TransformerConfig, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        norm = WrappedTorchNorm(alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
 
 
 # Settings whose attention or loss would be wrong in slices so far: name, the value that is right,
 # and why. docs/composability.md lists them.
 _REFUSED = (
     ("context_parallel_size", 1, "context parallelism cuts sequences in another way"),
-    ("sequence_parallel", False, "it is not supported with token slices yet"),
     ("num_moe_experts", None, "experts are not supported with token slices yet"),
     ("multi_latent_attention", False, "it is not supported with token slices yet"),
     ("mtp_num_layers", None, "multi-token prediction looks across the ends of slices"),
-    ("window_size", None, "sliding windows are not supported with token slices yet"),
     ("softmax_type", "vanilla", "a softmax offset is not supported with token slices yet"),
     ("attention_output_gate", False, "it is not supported with token slices yet"),
     ("qk_clip", False, "attention kernels here give no largest logits"),
@@ -185,6 +226,13 @@ def check_config(config: TransformerConfig) -> None:
         raise ConfigError(
             "recompute_granularity: found 'full', allowed are 'selective' and None, since "
             "DeepSpeed recomputes whole layers here; use activation_checkpoint_interval"
+        )
+    window = getattr(config, "window_size", None)
+    if window is not None and window[1] != 0:
+        raise ConfigError(
+            f"window_size: found {window}, allowed is a window that ends at the token itself, "
+            f"({window[0]}, 0), since a slice cannot see later tokens; change window_size, or set "
+            '"terapipe": {"enabled": false}'
         )
     for name, allowed, reason in _REFUSED:
         found = getattr(config, name, allowed)

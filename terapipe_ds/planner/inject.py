@@ -116,11 +116,12 @@ def _edit(text: str, changes: Mapping[str, Any], *, indent: str | None = None) -
     """The text of a JSON object with some members set; new ones come last."""
     members = _members(text)
     indent = _indent(text) if indent is None else indent
+    newline = "\r\n" if "\r\n" in text else "\n"
     pieces = []
     at = 0
     for name, span in sorted(members.items(), key=lambda entry: entry[1]):
         if name in changes:
-            pieces += [text[at : span.start], _dump(changes[name], indent)]
+            pieces += [text[at : span.start], _dump(changes[name], indent, newline)]
             at = span.stop
     rest = text[at:]
     new = {name: value for name, value in changes.items() if name not in members}
@@ -129,9 +130,9 @@ def _edit(text: str, changes: Mapping[str, Any], *, indent: str | None = None) -
         head = rest[:close].rstrip()
         # A new member stands as the first one does: on a line of its own, or on the same line.
         lead = re.search(r"\{(\s*)", text)
-        space = lead.group(1) if lead and members else f"\n{indent}"
+        space = lead.group(1) if lead and members else f"{newline}{indent}"
         added = f",{space or ' '}".join(
-            f"{json.dumps(n)}: {_dump(v, indent)}" for n, v in new.items()
+            f"{json.dumps(n)}: {_dump(v, indent, newline)}" for n, v in new.items()
         )
         comma = "," if members else ""
         rest = f"{head}{comma}{space or ' ' * bool(members)}{added}{rest[len(head) : close]}"
@@ -139,13 +140,13 @@ def _edit(text: str, changes: Mapping[str, Any], *, indent: str | None = None) -
     return "".join(pieces) + rest
 
 
-def _dump(value: Any, indent: str) -> str:
+def _dump(value: Any, indent: str, newline: str) -> str:
     if isinstance(value, _Text):
         return value
     if not isinstance(value, dict) or not indent:
         return json.dumps(value)
     lines = [f"{indent * 2}{json.dumps(name)}: {json.dumps(each)}" for name, each in value.items()]
-    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    return f"{{{newline}" + f",{newline}".join(lines) + f"{newline}{indent}}}"
 
 
 def _indent(text: str) -> str:

@@ -381,15 +381,14 @@ def _even_schemes(
 ) -> Iterator[SliceScheme]:
     """Even cuts on the grid, for every way to group the sequences evenly."""
     sizes = [size for size in group_sizes if sequences % size == 0]
-    steps, rest = divmod(seq_length, granularity)
     for count in _EVEN:
-        if count > max(1, steps):
+        if count > max(1, seq_length // granularity):
             return
-        length, longer = divmod(steps, count)
-        lengths = [granularity * (length + (index < longer)) for index in range(count)]
-        lengths[-1] += rest
         for size in sizes:
-            yield SliceScheme([(size, lengths)] * (sequences // size))
+            cut = SliceScheme.even(
+                sequences=size, seq_length=seq_length, count=count, unit=granularity
+            )
+            yield SliceScheme([*cut.groups] * (sequences // size))
 
 
 def _fitting(candidates: Iterable[Candidate], memory_bytes: float) -> list[Candidate]:

@@ -59,6 +59,8 @@ class SequenceAdapter:
         token_weights: from the labels, a tensor ``[sequences, tokens]`` of each token's weight in
             that mean (a loss mask), or None where all count alike.
         check: raises :class:`ConfigError` if this stage's layers cannot be sliced.
+        multiple_of: what slice lengths have to be multiples of; the tensor-parallel size under
+            sequence parallelism.
         split_backward: changes the layers of a stage so that they put their weights' gradients off,
             for schedules that split the backward; plain ``torch.nn.Linear`` layers do if None.
         keep_random_state: a context manager that puts random states back, other than torch's own,
@@ -72,6 +74,7 @@ class SequenceAdapter:
     mean_over_valid_tokens: bool = False
     token_weights: Callable[[Any], Tensor | None] | None = None
     check: Callable[[torch.nn.Module], None] | None = None
+    multiple_of: int = 1
     split_backward: Callable[[torch.nn.Module], None] | None = None
     keep_random_state: Callable[[], AbstractContextManager[None]] | None = None
 

@@ -35,6 +35,7 @@ def causal_attention(
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
     """Causal self-attention of the current slice, its context included.
 
@@ -47,21 +48,33 @@ def causal_attention(
         value: the slice's own values ``[l, b, g, d]``.
         scale: factor of the scores, ``1 / sqrt(d)`` if None.
         dropout_p: dropout probability of the attention weights.
+        window: how many tokens before itself a token sees; all of them if None.
 
     Returns:
         ``[l, b, n, d]``.
     """
     current = get_current_slice()
     if current is None:
-        return sdpa(query, key, value, scale=scale, dropout_p=dropout_p)
-    if current.tokens.start > 0 and split_supports(query, value, dropout_p=dropout_p):
+        return sdpa(query, key, value, scale=scale, dropout_p=dropout_p, window=window)
+    if window is not None and window >= current.tokens.stop - 1:
+        window = None
+    splits = window is None and split_supports(query, value, dropout_p=dropout_p)
+    if current.tokens.start > 0 and splits:
         return split(query, extend_split(owner, key, value, current), scale=scale)
-    keys, values = extend(owner, key, value, current)
-    return sdpa(query, keys, values, scale=scale, dropout_p=dropout_p)
+    # The first token that any of the slice's tokens sees.
+    first = 0 if window is None else max(0, current.tokens.start - window)
+    keys, values = extend(owner, key, value, current, first=first)
+    return sdpa(query, keys, values, scale=scale, dropout_p=dropout_p, window=window)
 
 
 def plain_math(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, dropout_p: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
     """The reference: scores, bottom-right causal mask, softmax, weighted values."""
     length, total = query.shape[0], key.shape[0]
@@ -69,18 +82,27 @@ def plain_math(
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    scores = scores.masked_fill(~_bottom_right_mask(length, total, query.device), -math.inf)
+    mask = _bottom_right_mask(length, total, query.device, window)
+    scores = scores.masked_fill(~mask, -math.inf)
     weights = functional.dropout(scores.softmax(-1), dropout_p)
     return (weights @ v).permute(2, 0, 1, 3)
 
 
 def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, dropout_p: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
     """torch's fused attention; on CUDA its flash kernel is bottom-right causal without a mask."""
     length, total = query.shape[0], key.shape[0]
     mask: Any = None
-    if length != total:
+    if window is not None and window < total - 1:
+        mask = _bottom_right_mask(length, total, query.device, window)
+    elif length != total:
         if query.is_cuda:
             mask = causal_lower_right(length, total)
         else:
@@ -153,7 +175,10 @@ class _Split(torch.autograd.Function):
 
 
 @lru_cache(maxsize=64)
-def _bottom_right_mask(length: int, total: int, device: torch.device) -> Tensor:
+def _bottom_right_mask(
+    length: int, total: int, device: torch.device, window: int | None = None
+) -> Tensor:
     """``[length, total]``, true where a query may look; one for all layers of a slice."""
     ones = torch.ones(length, total, dtype=torch.bool, device=device)
-    return ones.tril(diagonal=total - length)
+    mask = ones.tril(diagonal=total - length)
+    return mask if window is None else mask.triu(diagonal=total - length - window)

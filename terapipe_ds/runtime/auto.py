@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -85,8 +86,14 @@ class AutoPlans:
         """Even slices, enough of them to fill the pipeline."""
         sequences, tokens = shape
         engine = self._engine
-        count = min(4 * engine.num_stages, max(1, tokens // engine.terapipe.granularity))
-        return SliceScheme.even(sequences=sequences, seq_length=tokens, count=count)
+        unit = self._granularity
+        count = min(4 * engine.num_stages, max(1, tokens // unit))
+        return SliceScheme.even(sequences=sequences, seq_length=tokens, count=count, unit=unit)
+
+    @property
+    def _granularity(self) -> int:
+        """What planned lengths are multiples of: as the block asks, and as the model needs."""
+        return math.lcm(self._engine.terapipe.granularity, self._engine._adapter.multiple_of)
 
     def make(
         self, shapes: Sequence[BatchShape], inputs: list[Tensors], labels: list[Tensors]
@@ -136,7 +143,7 @@ class AutoPlans:
     def _make(self, shape: BatchShape, inputs: list[Tensors], labels: list[Tensors]) -> None:
         engine = self._engine
         sequences, tokens = shape
-        if tokens < 2 * engine.terapipe.granularity:
+        if tokens < 2 * self._granularity:
             self.plans[shape] = self._whole(shape)
             return
         found = None
@@ -167,7 +174,7 @@ class AutoPlans:
             schedule=engine.terapipe.schedule,
             stages=engine.num_stages,
             micro_batches=engine.micro_batches,
-            granularity=engine.terapipe.granularity,
+            granularity=self._granularity,
             unsliced=Candidate(scheme, 0.0),
         )
 
@@ -182,7 +189,7 @@ class AutoPlans:
             seq_length=tokens,
             stages=engine.num_stages,
             sequences=sequences,
-            granularity=engine.terapipe.granularity,
+            granularity=self._granularity,
             objective="simulate",
             schedule=engine.terapipe.schedule,
             micro_batches=engine.micro_batches,
@@ -236,7 +243,7 @@ class AutoPlans:
     ) -> StageCost:
         engine = self._engine
         sequences, tokens = shape
-        granularity = engine.terapipe.granularity
+        granularity = self._granularity
         sizes = [sequences] if engine._loss_mode != "per_slice" else _group_sizes(sequences)
         found = Measurements(chains(tokens, sequences=sizes, granularity=granularity))
         with _undisturbed(engine):
@@ -248,7 +255,7 @@ class AutoPlans:
                 budget_s=engine.terapipe.profile_budget_s,
                 any_rank=self._any_rank,
             )
-            held = held_bytes(stage, sequences=sequences, tokens=min(256, max(1, tokens // 2)))
+            held = held_bytes(stage, sequences=sequences, tokens=_half(tokens, granularity))
         return fit_stage(
             f"stage {engine.stage_id}",
             found.samples(),
@@ -419,6 +426,11 @@ def _undisturbed(engine: TokenSliceEngine) -> Iterator[None]:
         yield
 
 
+def _half(tokens: int, granularity: int) -> int:
+    """A slice whose memory is counted, after a context of as many tokens."""
+    return max(granularity, min(256, tokens // 2) // granularity * granularity)
+
+
 def _group_sizes(sequences: int) -> list[int]:
     """Numbers of sequences that are timed together; the model interpolates between them."""
     return sorted({sequences, max(1, sequences // 2), 1}, reverse=True)
@@ -464,7 +476,7 @@ def _about(engine: TokenSliceEngine, shape: BatchShape) -> dict[str, Any]:
         "layers": hashlib.sha256(json.dumps(layers).encode()).hexdigest(),
         "sequences": shape[0],
         "seq_length": shape[1],
-        "granularity": engine.terapipe.granularity,
+        "granularity": math.lcm(engine.terapipe.granularity, engine._adapter.multiple_of),
         "stage": engine.stage_id,
         "stages": engine.num_stages,
         "ranks": dist.get_world_size(),

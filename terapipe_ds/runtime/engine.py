@@ -287,7 +287,12 @@ class TokenSliceEngine(PipelineEngine):
         else:
             slices = cast(SlicesSetting, self.terapipe.slices)
             schemes = [
-                SliceScheme.resolve(slices, sequences=sequences, seq_length=tokens)
+                SliceScheme.resolve(
+                    slices,
+                    sequences=sequences,
+                    seq_length=tokens,
+                    multiple_of=self._adapter.multiple_of,
+                )
                 for sequences, tokens in shapes
             ]
         for scheme in schemes:
@@ -501,6 +506,9 @@ class TokenSliceEngine(PipelineEngine):
         loss = loss / self.gradient_accumulation_steps()
         if isinstance(self.optimizer, ZeROOptimizer):
             return cast(Tensor, self.optimizer.scale_if_loss(loss))
+        if self.fp16_enabled():
+            # As the backward of DeepSpeed's fp16 optimizers does; fp32 before it could overflow.
+            return loss.float() * self.optimizer.loss_scale
         return loss
 
     def _exec_send_grad(self, micro_batch: int, slice: int) -> None:

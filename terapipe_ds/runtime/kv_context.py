@@ -45,14 +45,15 @@ class LayerKV:
         self.value[start:stop].copy_(value)
 
     def exchange_gradients(
-        self, start: int, stop: int, context: Sequence[Tensor | None]
+        self, start: int, stop: int, context: Sequence[Tensor | None], *, first: int = 0
     ) -> list[Tensor | None]:
         """Adds a slice's gradient to its context, returns what later slices left for its tokens.
 
         Args:
             start: the slice's first token.
             stop: the token after its last.
-            context: dK and dV of tokens ``[0, start)``, each None where there is none.
+            context: dK and dV of tokens ``[first, start)``, each None where there is none.
+            first: the first token of the context that the slice saw.
 
         Returns:
             dK and dV of tokens ``[start, stop)``, each None if no later slice had any.
@@ -71,11 +72,13 @@ class LayerKV:
             kept = self._gradients[index]
             if share is None:
                 continue
-            if kept is None:
+            if kept is None and first == 0:
                 # A copy: a gradient that autograd hands out must not be written.
                 self._gradients[index] = share.clone()
-            else:
-                kept[:start].add_(share)
+                continue
+            if kept is None:
+                kept = self._gradients[index] = share.new_zeros((start, *share.shape[1:]))
+            kept[first:start].add_(share)
         return own
 
 
@@ -175,7 +178,7 @@ class ContextKV:
 
 
 def extend(
-    owner: object, key: Tensor, value: Tensor, current: CurrentSlice
+    owner: object, key: Tensor, value: Tensor, current: CurrentSlice, *, first: int = 0
 ) -> tuple[Tensor, Tensor]:
     """K and V of all tokens up to this slice's last.
 
@@ -184,51 +187,52 @@ def extend(
         key: the slice's keys ``[length, sequences, heads, head_dim]``.
         value: the slice's values.
         current: the slice.
+        first: the first token that is wanted, at most the slice's own first.
 
     Returns:
-        K and V ``[start + length, sequences, heads, head_dim]``; their gradient reaches this and
-        the earlier slices.
+        K and V ``[start + length - first, sequences, heads, head_dim]``; their gradient reaches
+        this and the earlier slices.
     """
     layer = current.context.layer(owner, key, value, current)
-    return _Extend.apply(key, value, layer, current.tokens.start, False)
+    return _Extend.apply(key, value, layer, current.tokens.start, False, first)
 
 
 def extend_split(owner: object, key: Tensor, value: Tensor, current: CurrentSlice) -> ContextKV:
     """As :func:`extend`, with context and own tokens apart, for a kernel that treats them apart."""
     layer = current.context.layer(owner, key, value, current)
-    parts = _Extend.apply(key, value, layer, current.tokens.start, True)
+    parts = _Extend.apply(key, value, layer, current.tokens.start, True, 0)
     return ContextKV(context=(parts[0], parts[1]), own=(parts[2], parts[3]))
 
 
 class _Extend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, key: Tensor, value: Tensor, layer: LayerKV, start: int, split: bool
+        ctx: Any, key: Tensor, value: Tensor, layer: LayerKV, start: int, split: bool, first: int
     ) -> tuple[Tensor, ...]:
         stop = start + key.shape[0]
         layer.write(key, value, start)
-        ctx.layer, ctx.start, ctx.stop, ctx.split = layer, start, stop, split
+        ctx.layer, ctx.start, ctx.stop, ctx.split, ctx.first = layer, start, stop, split, first
         ctx.set_materialize_grads(False)
         # .data gives the alias a version counter of its own: the next slice writes past this
         # alias's end, which autograd would otherwise take for a change of what it saved.
         keys, values = layer.key.data, layer.value.data
         if split:
             return keys[:start], values[:start], keys[start:stop], values[start:stop]
-        return keys[:stop], values[:stop]
+        return keys[first:stop], values[first:stop]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        start = ctx.start
+        start, first = ctx.start, ctx.first
         if ctx.split:
             context, own = gradients[:2], gradients[2:]
         else:
-            context = [None if grad is None else grad[:start] for grad in gradients]
-            own = [None if grad is None else grad[start:] for grad in gradients]
-        if start == 0:
+            context = [None if grad is None else grad[: start - first] for grad in gradients]
+            own = [None if grad is None else grad[start - first :] for grad in gradients]
+        if start == first:
             context = (None, None)
-        later = ctx.layer.exchange_gradients(start, ctx.stop, context)
+        later = ctx.layer.exchange_gradients(start, ctx.stop, context, first=first)
         total = [_sum(*shares) for shares in zip(own, later, strict=True)]
-        return (*total, None, None, None)
+        return (*total, None, None, None, None)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

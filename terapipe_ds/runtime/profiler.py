@@ -105,16 +105,15 @@ def chains(seq_length: int, *, sequences: Sequence[int], granularity: int) -> li
     made: list[Chain] = []
     for position, b in enumerate(sequences):
         own = counts if position == 0 else counts[:4]
-        even = [
-            Chain(
-                b, SliceScheme.even(sequences=b, seq_length=seq_length, count=n).groups[0].lengths
-            )
+        cuts = [
+            SliceScheme.even(sequences=b, seq_length=seq_length, count=n, unit=granularity)
             for n in own
         ]
+        even = [Chain(b, cut.groups[0].lengths) for cut in cuts]
         if position == 0 and seq_length >= 4 * granularity:
             # Between the whole and the half, where nothing else lies; and all short lengths, with
             # little context and with much.
-            long = 3 * seq_length // 4
+            long = 3 * seq_length // 4 // granularity * granularity
             rising = _rising_lengths(seq_length, granularity)
             uneven = [(long, seq_length - long), rising, rising[::-1]]
             even[_ESSENTIAL:_ESSENTIAL] = [Chain(b, lengths) for lengths in uneven]

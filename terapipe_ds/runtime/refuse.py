@@ -59,10 +59,6 @@ def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: An
             "0 and 1 (pipeline parallelism keeps whole gradients on a stage); change "
             "zero_optimization.stage"
         )
-    if ds_config.float16_config.enabled:
-        raise ConfigError(
-            "fp16.enabled: found true, allowed are bf16 and fp32 with token slices so far; use bf16"
-        )
     for path, reason in _REFUSED_FEATURES:
         if _switched_on(ds_config._param_dict, path):
             raise ConfigError(

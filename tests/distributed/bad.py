@@ -57,7 +57,7 @@ def bad_input(kind: str) -> None:
     elif kind == "window":
 
         def build() -> Any:
-            return small_gpt(config={"window_size": (8, 0)})
+            return small_gpt(config={"window_size": (8, 1)})
 
     elif kind == "zero2":
         extra["zero_optimization"] = {"stage": 2}
@@ -67,10 +67,6 @@ def bad_input(kind: str) -> None:
         def build() -> Any:
             return small_gpt(attention_dropout=0.1)
 
-    elif kind == "fp16":
-        extra["fp16"] = {"enabled": True}
-    elif kind == "auto":
-        block["slices"] = "auto"
     elif kind == "ends early":
         data = iter(batches(3))
     elif kind == "ends early on the last stage":

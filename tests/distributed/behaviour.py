@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.pipe.schedule import ReduceGrads
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import tensor_parallel as megatron_tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -271,6 +272,20 @@ def recompute(use_reentrant: bool, dropout: float, attention_dropout: float) -> 
     assert_same_gradients(kept[0], expected[0])
 
 
+def selective_recompute(module: str) -> None:
+    """megatron's own recomputation of parts of a layer: gradients as without."""
+    initialize_distributed()
+    found = []
+    for recompute in ({}, {"recompute_granularity": "selective", "recompute_modules": [module]}):
+        # megatron-core 0.16.1 recurses without end where an MLP with biases is recomputed.
+        config = {"add_bias_linear": False, **recompute}
+        engine = engine_of(small_gpt(config=config, dropout=0.1), 2, BLOCK)
+        kept = keep_gradients(engine)
+        engine.train_batch(iter(batches(2)))
+        found.append(kept[0])
+    assert_same_gradients(found[1], found[0])
+
+
 def checkpoints(folder: str) -> None:
     """Saved sliced, loaded stock, and the other way: the next losses are those of no break."""
     initialize_distributed()
@@ -379,6 +394,58 @@ def bf16_zero1() -> None:
     assert found[2] < 0.99 * found[0], found
 
 
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+
+
+def fp16(zero: dict[str, Any]) -> None:
+    """fp16 with dynamic loss scaling follows fp32 within fp16's error, as stock DeepSpeed does."""
+    initialize_distributed()
+
+    def losses(block: Any, **extra: Any) -> list[float]:
+        optimizer = lambda chosen: torch.optim.SGD(chosen, lr=0.2)  # noqa: E731
+        engine = engine_of(small_gpt(), 2, block, optimizer, **extra)
+        return [engine.train_batch(iter(batches(2))).item() for _ in range(3)]
+
+    exact, found = losses(None), losses(BLOCK, **FP16, **zero)
+    split = losses({**BLOCK, "schedule": "zb-h1"}, **FP16, **zero)
+    for step in range(3):
+        assert abs(found[step] - exact[step]) <= 0.003 * exact[step], (found, exact)
+        assert abs(split[step] - found[step]) <= 0.001 * found[step], (split, found)
+    assert found[2] < 0.99 * found[0], found
+
+
+def overflow_on_one_stage(extra: dict[str, Any]) -> None:
+    """An infinite gradient on the first stage: every stage skips the step and halves the scale."""
+    initialize_distributed()
+    engine = engine_of(small_gpt(), 2, BLOCK, **FP16, **extra)
+    reduce = type(engine)._INSTRUCTION_MAP[ReduceGrads]
+    plant = True
+
+    def reduce_with_infinity(self: Any) -> None:
+        if plant and self.is_first_stage():
+            next(self.module.parameters()).grad.view(-1)[0] = math.inf
+        reduce(self)
+
+    engine._INSTRUCTION_MAP = {
+        **type(engine)._INSTRUCTION_MAP,
+        ReduceGrads: reduce_with_infinity,
+    }
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    scale = engine.optimizer.loss_scale
+    engine.train_batch(iter(batches(2)))
+    assert engine.skipped_steps == 1
+    assert engine.optimizer.loss_scale == scale / 2
+    assert_same(list(engine.module.parameters()), before, "parameter", 0.0)
+    plant = False
+    engine.train_batch(iter(batches(2)))
+    assert engine.skipped_steps == 1
+    gaps = [
+        workers.difference(parameter.detach(), old)
+        for parameter, old in zip(engine.module.parameters(), before, strict=True)
+    ]
+    assert max(gaps) > 0
+
+
 def data_parallel() -> None:
     """2 stages, 2 replicas: gradients are those of the mean over both replicas' data."""
     initialize_distributed()
@@ -395,18 +462,58 @@ def data_parallel() -> None:
     assert_same_gradients(kept[0], expected)
 
 
-def tensor_parallel() -> None:
-    """2 stages, each over 2 ranks: gradients are those of stock DeepSpeed on the same ranks."""
+def tensor_parallel(replicas: int, config: dict[str, Any], build: dict[str, Any]) -> None:
+    """2 stages, each over 2 ranks, in 1 or 2 replicas: gradients are those of stock DeepSpeed."""
     initialize_distributed()
-    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
-    for block in (None, BLOCK):
-        engine = engine_of(small_gpt(topology=topology), 2, block)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=replicas)
+    replica = topology.get_coord(torch.distributed.get_rank()).data
+    config = {"tensor_model_parallel_size": 2, **config}
+    sliced = {**BLOCK, "slices": [10, 30, 8]}
+    for block in (None, sliced, {**sliced, "schedule": "zb-h1"}):
+        engine = engine_of(small_gpt(topology=topology, config=dict(config), **build), 2, block)
         kept = keep_gradients(engine)
-        loss = engine.train_batch(iter(batches(2)))
+        loss = engine.train_batch(iter(batches(2, seed=replica)))
         if block is None:
             expected, expected_loss = kept[0], loss
-    assert_same([loss], [expected_loss], "loss")
-    assert_same_gradients(kept[0], expected)
+            continue
+        assert_same([loss], [expected_loss], "loss")
+        assert_same_gradients(kept[0], expected)
+
+
+def tensor_parallel_is_one_rank(config: dict[str, Any]) -> dict[str, Any]:
+    """Gradients that all ranks keep whole: equal on both ranks, and those of a single rank."""
+    initialize_distributed()
+    ranks = torch.distributed.get_world_size()
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=ranks, num_dp=1)
+    if ranks == 1:
+        config = {**config, "sequence_parallel": False}
+    # Initialised on the CPU, weights do not depend on the number of ranks.
+    whole = {"tensor_model_parallel_size": ranks, "use_cpu_initialization": True}
+    module = small_gpt(topology=topology, config={**whole, **config})
+    engine = engine_of(module, 2, {"slices": [10, 30, 8]})
+    kept = keep_gradients(engine)
+    engine.train_batch(iter(batches(2)))
+    return {name: grad for name, grad in kept[0].items() if grad.dim() == 1}
+
+
+def sliding_window(recompute: bool) -> None:
+    """Windows of 10 tokens on all layers but every second: gradients are those of stock DeepSpeed.
+
+    And they are not those of attention to all tokens.
+    """
+    initialize_distributed()
+    interval = {"activation_checkpoint_interval": 1 if recompute else 0}
+    window = {"window_size": (10, 0), "window_attn_skip_freq": 2}
+    found = []
+    for block, config in ((None, window), (BLOCK, window), (BLOCK, {})):
+        engine = engine_of(small_gpt(config=config), 2, block, pipeline=interval)
+        kept = keep_gradients(engine)
+        engine.train_batch(iter(batches(2)))
+        found.append(kept[0])
+    expected, sliced, everything = found
+    assert_same_gradients(sliced, expected)
+    gap, _ = workers.worst(everything, expected)
+    assert gap > 1e-3, "the window made no difference"
 
 
 def dropout_repeats() -> None:

@@ -43,6 +43,27 @@ def shared_linear_as_fused() -> None:
     _same(_plain_pipeline, lambda: data, {}, 1e-5)
 
 
+def low_rank_adapters() -> None:
+    """Frozen layers with small trained ones beside them: as under stock DeepSpeed, split or not."""
+    initialize_distributed()
+    torch.manual_seed(1)
+    data = [(torch.randn(2, 48, 16), torch.randn(2, 48, 16)) for _ in range(2)]
+    found = []
+    for block in (None, {"slices": SLICES}, {"slices": SLICES, "schedule": "zb-h1"}):
+        engine = engine_of(_plain_pipeline(AdaptedBlock), 2, block)
+        kept = keep_gradients(engine)
+        losses = [engine.train_batch(iter(data)).item() for _ in range(2)]
+        assert set(kept[0]) == {
+            name for name, p in engine.module.named_parameters() if p.requires_grad
+        }
+        found.append((losses, kept))
+    (expected_losses, expected), *others = found
+    for losses, kept in others:
+        assert_same(losses, expected_losses, "loss")
+        for mine, theirs in zip(kept, expected, strict=True):
+            assert_same_gradients(mine, theirs)
+
+
 def _same(build: Any, data: Any, extra: dict[str, Any], tolerance: float) -> None:
     owed = count_owed()
     found = []
@@ -100,9 +121,24 @@ class Block(nn.Module):
         return hidden + self.twice(torch.tanh(self.twice(attended)))
 
 
-def _plain_pipeline() -> PipelineModule:
+class AdaptedBlock(Block):
+    """A frozen block with low-rank adapters around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        self.down = nn.Linear(16, 2, bias=False)
+        self.up = nn.Linear(2, 16, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[b, l, 16]`` to the same."""
+        return super().forward(hidden) + self.up(self.down(hidden))
+
+
+def _plain_pipeline(layer: type[nn.Module] = Block) -> PipelineModule:
     module = PipelineModule(
-        [LayerSpec(Block) for _ in range(4)],
+        [LayerSpec(layer) for _ in range(4)],
         num_stages=torch.distributed.get_world_size(),
         loss_fn=nn.functional.mse_loss,
         partition_method="uniform",

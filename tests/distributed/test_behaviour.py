@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from . import behaviour
 from .ranks import run_ranks
@@ -30,7 +32,6 @@ pytestmark = pytest.mark.distributed
         (behaviour.accumulation_is_a_mean, 2),
         (behaviour.batch_size_changes, 2),
         (behaviour.data_parallel, 4),
-        (behaviour.tensor_parallel, 4),
         (behaviour.dropout_repeats, 2),
         (behaviour.reused_buffers, 2),
         (behaviour.goes_on_after_an_error, 2),
@@ -41,6 +42,65 @@ pytestmark = pytest.mark.distributed
 )
 def test_as_stock(function: Callable[[], None], world: int, folder: Path) -> None:
     run_ranks(function, world, folder)
+
+
+ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+
+
+has_fp16 = pytest.mark.skipif(
+    not get_accelerator().is_fp16_supported(), reason="this CPU has no fp16 arithmetic"
+)
+
+
+@has_fp16
+@pytest.mark.parametrize("zero", [{}, ZERO_1], ids=["no ZeRO", "ZeRO-1"])
+def test_fp16(zero: dict[str, Any], folder: Path) -> None:
+    run_ranks(behaviour.fp16, 2, folder, zero)
+
+
+@has_fp16
+def test_every_stage_skips_a_step_that_overflows_on_one(folder: Path) -> None:
+    run_ranks(behaviour.overflow_on_one_stage, 2, folder, {})
+
+
+@pytest.mark.parametrize("module", ["core_attn", "mlp"])
+def test_selective_recompute(module: str, folder: Path) -> None:
+    run_ranks(behaviour.selective_recompute, 2, folder, module)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "config", "build"),
+    [
+        (1, {}, {}),
+        (2, {}, {}),
+        (1, {"sequence_parallel": True}, {}),
+        (1, {"sequence_parallel": True, "qk_layernorm": True}, {"position_embedding_type": "rope"}),
+        (1, {"sequence_parallel": True}, {"activation_checkpoint_interval": 1}),
+    ],
+)
+def test_tensor_parallel(
+    replicas: int, config: dict[str, Any], build: dict[str, Any], folder: Path
+) -> None:
+    run_ranks(behaviour.tensor_parallel, 4 * replicas, folder, replicas, config, build)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norms_and_biases_have_the_gradients_of_all_tensor_parallel_ranks(
+    sequence_parallel: bool, folder: Path
+) -> None:
+    config = {"sequence_parallel": sequence_parallel, "qk_layernorm": True}
+    one, other = run_ranks(behaviour.tensor_parallel_is_one_rank, 2, folder / "two", config)
+    (alone,) = run_ranks(behaviour.tensor_parallel_is_one_rank, 1, folder / "one", config)
+    whole = {name: grad for name, grad in alone.value.items() if "norm" in name or "proj" in name}
+    assert any("q_layernorm" in name for name in whole)
+    for ranks in (one, other):
+        gap, name = worst({name: ranks.value[name] for name in whole}, whole)
+        assert gap <= 1e-5, f"{name} differs by {gap:.1e} on rank {ranks.rank}"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_sliding_window(recompute: bool, folder: Path) -> None:
+    run_ranks(behaviour.sliding_window, 2, folder, recompute)
 
 
 def test_evaluations_around_training_are_equal_on_all_ranks(folder: Path) -> None:

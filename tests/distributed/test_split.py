@@ -51,6 +51,10 @@ def test_plain_linear_layers_are_split(folder: Path) -> None:
     run_ranks(split.shared_linear_as_fused, 2, folder)
 
 
+def test_low_rank_adapters_over_frozen_layers(folder: Path) -> None:
+    run_ranks(split.low_rank_adapters, 2, folder)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_traces(schedule: str, folder: Path) -> None:
     block = {"slices": split.SLICES, "schedule": schedule}

@@ -41,7 +41,7 @@ def attention(mask_type: AttnMaskType = AttnMaskType.causal, **kwargs: Any) -> A
         ("num_moe_experts", 4),
         ("multi_latent_attention", True),
         ("mtp_num_layers", 1),
-        ("window_size", (8, 0)),
+        ("window_size", (8, 1)),
         ("softmax_type", "learnable"),
         ("attention_output_gate", True),
         ("qk_clip", True),

@@ -148,6 +148,43 @@ def test_slices(
     assert_close(run_slices(lengths, qkv, grad, scale=scale), expected, TOLERANCE[dtype])
 
 
+@heads
+@pytest.mark.parametrize("window", [0, 1, 4, 7, TOTAL - 1, TOTAL])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_slices_in_a_window(heads: tuple[int, int], window: int, lengths: list[int]) -> None:
+    *qkv, grad = tensors(heads, torch.float64)
+    expected = run(lambda *args: plain_math(*args, window=window), qkv, grad)
+    assert_close(run_slices(lengths, qkv, grad, window=window), expected, 1e-13)
+    whole = run(lambda *args: causal_attention(object(), *args, window=window), qkv, grad)
+    assert_close(whole, expected, 1e-13)
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, TOTAL])
+def test_a_window_is_that_of_megatron(window: int) -> None:
+    """``get_sliding_window_causal_mask(sq, skv, (window, 0))``: its own token and so many before."""
+    queries = 5
+    query, key, value, _ = tensors((4, 4), torch.float64, queries=queries)
+    found = plain_math(query, key, value, window=window)
+    for row in range(queries):
+        token = TOTAL - queries + row
+        seen = slice(max(0, token - window), token + 1)
+        alone = plain_math(query[row : row + 1], key[seen], value[seen])
+        assert (found[row] - alone[0]).abs().max() <= 1e-14
+
+
+def test_a_slice_reads_no_more_context_than_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def counted(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        seen.append(key.shape[0])
+        return sdpa(query, key, value, **kwargs)
+
+    monkeypatch.setattr(attention, "sdpa", counted)
+    *qkv, grad = tensors((4, 2), torch.float64)
+    run_slices([5, 3, 4], qkv, grad, window=2)
+    assert seen == [5, 2 + 3, 2 + 4]
+
+
 def test_slices_with_large_scores() -> None:
     """Where context or own tokens take all of the weight, the merge must not lose the rest."""
     *qkv, grad = tensors((4, 4), torch.float64)
