@@ -65,7 +65,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--budget", type=float, default=90.0, help="seconds of profiling")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds of profiling")
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each engine")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     return parser.parse_args()

@@ -94,7 +94,7 @@ def _add_profile(commands: Any) -> None:
         help="slices are multiples of so many tokens (8)",
     )
     parser.add_argument(
-        "--budget", type=_seconds, default=60.0, help="time to spend, as 60s or 5m (60s)"
+        "--budget", type=_seconds, default=120.0, help="time to spend, as 60s or 5m (2m)"
     )
     parser.add_argument("--latency-us", type=_number, help="of a message between two stages")
     parser.add_argument("--gigabytes-per-s", type=_rate, help="between two stages")

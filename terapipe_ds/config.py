@@ -40,7 +40,7 @@ class TeraPipeConfig(BaseModel):
     replan: bool = Field(False, strict=True)
     """With ``"auto"``: plan anew on resume, instead of using the plan in the checkpoint."""
 
-    profile_budget_s: float = Field(60.0, gt=0, strict=True, allow_inf_nan=False)
+    profile_budget_s: float = Field(120.0, gt=0, strict=True, allow_inf_nan=False)
     """With ``"auto"``: seconds for measuring the stages, where no earlier measurement serves."""
 
     memory_gib: float | None = Field(None, gt=0, strict=True, allow_inf_nan=False)
