@@ -246,9 +246,7 @@ def test_bad_input_is_one_line(
         "plan cost.json --stages 2 'a\nb'",
     ],
 )
-def test_input_of_a_wrong_kind(
-    capsys: pytest.CaptureFixture[str], folder: Path, line: str
-) -> None:
+def test_input_of_a_wrong_kind(capsys: pytest.CaptureFixture[str], folder: Path, line: str) -> None:
     refused(capsys, folder, line)
 
 

@@ -30,8 +30,8 @@ from ..errors import ConfigError
 from ..runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
 from ..runtime.kv_context import get_current_slice
 from .megatron_core import TokenSliceCoreAttention, check_layers, token_slice_layer_spec
-from .tensor_parallel_grads import sum_over_tensor_ranks
 from .split_backward import split_linear, split_linear_layers
+from .tensor_parallel_grads import sum_over_tensor_ranks
 from .without_cuda import prepare_megatron
 
 _TIED_KEY = "embedding"

@@ -24,7 +24,8 @@ def plot_costs(cost: CostModel, path: Path) -> None:
 
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     times, rates, fits = figure.subplots(1, 3)
-    for stage in cost.stages:
+    for index, stage in enumerate(cost.stages):
+        color = f"C{index}"
         base = sorted(
             (s.length, s.forward_ms + s.backward_ms)
             for s in stage.samples
@@ -32,18 +33,19 @@ def plot_costs(cost: CostModel, path: Path) -> None:
         )
         if base:
             length, ms = np.array(base).T
-            times.plot(length, ms, "o", markersize=3)
-            rates.plot(length, length / ms, "o", markersize=3)
+            times.plot(length, ms, "o", color=color, markersize=3)
+            rates.plot(length, length / ms, "o", color=color, markersize=3)
         line = np.geomspace(min(8, cost.seq_length), cost.seq_length, 200)
         predicted = stage.time(line, 0)
-        times.plot(line, predicted, linewidth=1, label=stage.name)
-        rates.plot(line, line / predicted, linewidth=1, label=stage.name)
+        times.plot(line, predicted, color=color, linewidth=1, label=stage.name)
+        rates.plot(line, line / predicted, color=color, linewidth=1, label=stage.name)
         measured = np.array([s.forward_ms + s.backward_ms for s in stage.samples])
         modelled = np.array([stage.time(s.length, s.context, s.sequences) for s in stage.samples])
         held_out = np.array([s.held_out for s in stage.samples], dtype=bool)
-        fits.loglog(measured[~held_out], modelled[~held_out], ".", markersize=3, alpha=0.5)
+        seen = ~held_out
+        fits.loglog(measured[seen], modelled[seen], ".", color=color, markersize=3, alpha=0.5)
         label = f"{stage.name}, held out"
-        fits.loglog(measured[held_out], modelled[held_out], "x", markersize=5, label=label)
+        fits.loglog(measured[held_out], modelled[held_out], "x", color=color, label=label)
     times.set(xlabel="slice length (tokens)", ylabel="forward and backward (ms)")
     times.set_title("time without context", fontsize=10)
     rates.set(xlabel="slice length (tokens)", ylabel="tokens per ms")

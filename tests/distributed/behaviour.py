@@ -470,7 +470,11 @@ def tensor_parallel(replicas: int, config: dict[str, Any], build: dict[str, Any]
     config = {"tensor_model_parallel_size": 2, **config}
     sliced = {**BLOCK, "slices": [10, 30, 8]}
     for block in (None, sliced, {**sliced, "schedule": "zb-h1"}):
-        engine = engine_of(small_gpt(topology=topology, config=dict(config), **build), 2, block)
+        # Stock shares what crosses between the tensor-parallel ranks, as if all had the same; under
+        # sequence parallelism each has its own tokens.
+        alone = {"pipe_partitioned": False, "grad_partitioned": False}
+        module = small_gpt(topology=topology, config=dict(config), **build)
+        engine = engine_of(module, 2, block, pipeline=alone)
         kept = keep_gradients(engine)
         loss = engine.train_batch(iter(batches(2, seed=replica)))
         if block is None:

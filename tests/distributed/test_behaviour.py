@@ -91,7 +91,12 @@ def test_norms_and_biases_have_the_gradients_of_all_tensor_parallel_ranks(
     config = {"sequence_parallel": sequence_parallel, "qk_layernorm": True}
     one, other = run_ranks(behaviour.tensor_parallel_is_one_rank, 2, folder / "two", config)
     (alone,) = run_ranks(behaviour.tensor_parallel_is_one_rank, 1, folder / "one", config)
-    whole = {name: grad for name, grad in alone.value.items() if "norm" in name or "proj" in name}
+    # A key's bias moves all scores of a query alike: its gradient is 0, and rounding.
+    whole = {
+        name: grad
+        for name, grad in alone.value.items()
+        if ("norm" in name or "proj" in name) and not name.endswith("k_layernorm.bias")
+    }
     assert any("q_layernorm" in name for name in whole)
     for ranks in (one, other):
         gap, name = worst({name: ranks.value[name] for name in whole}, whole)

@@ -37,7 +37,6 @@ def attention(mask_type: AttnMaskType = AttnMaskType.causal, **kwargs: Any) -> A
     ("name", "value"),
     [
         ("context_parallel_size", 2),
-        ("sequence_parallel", True),
         ("num_moe_experts", 4),
         ("multi_latent_attention", True),
         ("mtp_num_layers", 1),
