@@ -186,7 +186,10 @@ NOT_COST = "allowed is a file written by 'terapipe profile'"
         ("simulate cost.json --plan plan_long.json", "for sequences of 128"),
         ("simulate cost.json --plan plan_many_stages.json", "2 stages for a pipeline of 3"),
         ("simulate cost.json --plan plan.json --trace a_folder", "Is a directory"),
-        ("simulate cost.json --plan plan.json --picture a_folder", "Is a directory"),
+        (
+            "simulate cost.json --plan plan.json --picture a_folder",
+            "argument --picture: found 'a_folder', allowed are files that end in .png, .svg, .pdf",
+        ),
         # Inject: plan files.
         ("inject none.json ds.json", "plan: found none.json, which cannot be read"),
         ("inject cut.json ds.json", NOT_PLAN),

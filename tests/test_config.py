@@ -32,6 +32,11 @@ def test_defaults() -> None:
         "schedule": "1f1b",
         "loss": "auto",
         "granularity": 8,
+        "replan": False,
+        "profile_budget_s": 120.0,
+        "memory_gib": None,
+        "trace": None,
+        "trace_steps": [2],
         "timeout_s": 1800.0,
     }
 
@@ -43,6 +48,11 @@ def test_every_key_is_read() -> None:
         "schedule": "gpipe",
         "loss": "whole_sequence",
         "granularity": 16,
+        "replan": True,
+        "profile_budget_s": 10.5,
+        "memory_gib": 75.0,
+        "trace": "traces",
+        "trace_steps": [0, 7],
         "timeout_s": 2.5,
     }
     assert block(**given).model_dump() == given
@@ -83,9 +93,15 @@ LENGTHS = 'allowed are "auto", a number of slices, a list of slice lengths, or g
             {"slcies": 4},
             "slcies",
             "found an unknown key",
-            "allowed are enabled, granularity, loss, schedule, slices, timeout_s",
+            "allowed are enabled, granularity, loss, memory_gib, profile_budget_s, replan, "
+            "schedule, slices, timeout_s, trace, trace_steps",
         ),
-        ({"schedule": "zigzag"}, "schedule", 'found "zigzag"', "allowed is '1f1b' or 'gpipe'"),
+        (
+            {"schedule": "zigzag"},
+            "schedule",
+            'found "zigzag"',
+            "allowed is '1f1b', 'gpipe' or 'zb-h1'",
+        ),
         ({"loss": "sum"}, "loss", 'found "sum"', "'per_slice' or 'whole_sequence'"),
         ({"slices": 0}, "slices", "found 0", LENGTHS),
         ({"slices": -1}, "slices", "found -1", LENGTHS),
@@ -105,6 +121,13 @@ LENGTHS = 'allowed are "auto", a number of slices, a list of slice lengths, or g
         ({"timeout_s": 0}, "timeout_s", "found 0", "greater than 0"),
         ({"timeout_s": -1.5}, "timeout_s", "found -1.5", "greater than 0"),
         ({"timeout_s": None}, "timeout_s", "found null", "number"),
+        ({"replan": 1}, "replan", "found 1", "boolean"),
+        ({"profile_budget_s": 0}, "profile_budget_s", "found 0", "greater than 0"),
+        ({"memory_gib": -1}, "memory_gib", "found -1", "greater than 0"),
+        ({"trace": ""}, "trace", 'found ""', "at least 1 character"),
+        ({"trace": True}, "trace", "found true", "string"),
+        ({"trace_steps": [-1]}, "trace_steps", "found [-1]", "greater than or equal to 0"),
+        ({"trace_steps": 3}, "trace_steps", "found 3", "list"),
         ({"enabled": "yes"}, "enabled", 'found "yes"', "boolean"),
         ({"enabled": 1}, "enabled", "found 1", "boolean"),
     ],
@@ -146,6 +169,11 @@ def test_describe_is_json(slices: Any, described: Any) -> None:
         "terapipe.schedule": "1f1b",
         "terapipe.loss": "auto",
         "terapipe.granularity": 8,
+        "terapipe.replan": False,
+        "terapipe.profile_budget_s": 120.0,
+        "terapipe.memory_gib": None,
+        "terapipe.trace": None,
+        "terapipe.trace_steps": [2],
         "terapipe.timeout_s": 30.0,
     }
     assert block(slices=described, timeout_s=30) == config

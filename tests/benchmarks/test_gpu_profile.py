@@ -157,7 +157,8 @@ def test_summary(small_run: tuple[Path, str]) -> None:
 
 def top_left(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """What torch's ``is_causal=True`` means on a rectangle."""
-    options.pop("dropout_p", None)
+    for option in ("dropout_p", "window"):
+        options.pop(option, None)
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     output = functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True, **options
