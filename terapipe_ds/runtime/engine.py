@@ -506,9 +506,6 @@ class TokenSliceEngine(PipelineEngine):
         loss = loss / self.gradient_accumulation_steps()
         if isinstance(self.optimizer, ZeROOptimizer):
             return cast(Tensor, self.optimizer.scale_if_loss(loss))
-        if self.fp16_enabled():
-            # As the backward of DeepSpeed's fp16 optimizers does; fp32 before it could overflow.
-            return loss.float() * self.optimizer.loss_scale
         return loss
 
     def _exec_send_grad(self, micro_batch: int, slice: int) -> None:

@@ -59,6 +59,12 @@ def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: An
             "0 and 1 (pipeline parallelism keeps whole gradients on a stage); change "
             "zero_optimization.stage"
         )
+    if ds_config.float16_config.enabled and not ds_config.zero_optimization_stage:
+        raise ConfigError(
+            "zero_optimization.stage: found 0 with fp16, allowed is 1 (without ZeRO, DeepSpeed "
+            "0.19.8 divides gradients by a loss scale that the loss was not multiplied with); set "
+            "zero_optimization.stage to 1, or use bf16"
+        )
     for path, reason in _REFUSED_FEATURES:
         if _switched_on(ds_config._param_dict, path):
             raise ConfigError(

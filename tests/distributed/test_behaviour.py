@@ -44,23 +44,19 @@ def test_as_stock(function: Callable[[], None], world: int, folder: Path) -> Non
     run_ranks(function, world, folder)
 
 
-ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
-
-
 has_fp16 = pytest.mark.skipif(
     not get_accelerator().is_fp16_supported(), reason="this CPU has no fp16 arithmetic"
 )
 
 
 @has_fp16
-@pytest.mark.parametrize("zero", [{}, ZERO_1], ids=["no ZeRO", "ZeRO-1"])
-def test_fp16(zero: dict[str, Any], folder: Path) -> None:
-    run_ranks(behaviour.fp16, 2, folder, zero)
+def test_fp16(folder: Path) -> None:
+    run_ranks(behaviour.fp16, 2, folder)
 
 
 @has_fp16
 def test_every_stage_skips_a_step_that_overflows_on_one(folder: Path) -> None:
-    run_ranks(behaviour.overflow_on_one_stage, 2, folder, {})
+    run_ranks(behaviour.overflow_on_one_stage, 2, folder)
 
 
 @pytest.mark.parametrize("module", ["core_attn", "mlp"])

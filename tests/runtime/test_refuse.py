@@ -32,9 +32,10 @@ def module(kind: type = PipelineModule, **attributes: Any) -> Any:
     return made
 
 
-def ds_config(zero_stage: int = 0, **block: Any) -> Any:
+def ds_config(zero_stage: int = 0, fp16: bool = False, **block: Any) -> Any:
     return SimpleNamespace(
         zero_optimization_stage=zero_stage,
+        float16_config=SimpleNamespace(enabled=fp16),
         _param_dict=block,
     )
 
@@ -56,6 +57,7 @@ def test_an_ordinary_setting_passes() -> None:
         (module(loss_fn=None), ds_config(), "found a PipelineModule without loss_fn"),
         (module(token_slice_adapter=None), ds_config(), "without an adapter"),
         (module(), ds_config(zero_stage=3), r"zero_optimization\.stage: found 3"),
+        (module(), ds_config(fp16=True), r"zero_optimization\.stage: found 0 with fp16"),
         *(
             (module(), ds_config(**block), rf"^{path}: found true, allowed is false")
             for path, block in (

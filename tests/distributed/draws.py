@@ -1,0 +1,125 @@
+"""Random settings, drawn whole, in which sliced training is compared with stock DeepSpeed's.
+
+Each layout of parallel sizes is one launch; its ranks stay up between draws.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import cases
+
+SEED = 20261201
+
+# (pipeline, tensor, data) sizes and their share of the draws.
+LAYOUTS = {(2, 1, 1): 6, (4, 1, 1): 4, (2, 2, 1): 5, (2, 1, 2): 3, (2, 2, 2): 2}
+
+# What may be drawn. The first value of each is the plain one.
+CHOICES: dict[str, list[Any]] = {
+    "schedule": ["1f1b", "gpipe", "zb-h1"],
+    "precision": ["exact", "bf16", "fp16"],
+    "zero": [0, 1],
+    "micro_batches": [1, 3],
+    "positions": ["learned_absolute", "rope"],
+    "style": ["gpt2", "llama"],
+    "query_groups": [4, 2],
+    "qk_layernorm": [False, True],
+    "window": [None, 5],
+    "tied_head": [True, False],
+    "recompute": ["none", "reentrant", "non-reentrant", "selective"],
+    "loss": ["auto", "whole_sequence"],
+    "clipping": [0.0, 0.3],
+    "sequence_parallel": [False, True],
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One whole setting."""
+
+    pipe: int
+    tensor: int
+    data: int
+    slices: Any
+    schedule: str
+    precision: str
+    zero: int
+    micro_batches: int
+    positions: str
+    style: str
+    query_groups: int
+    qk_layernorm: bool
+    window: int | None
+    tied_head: bool
+    recompute: str
+    loss: str
+    clipping: float
+    sequence_parallel: bool
+
+    @property
+    def tolerance(self) -> float:
+        """Of parameters after two steps, relative to the largest."""
+        if self.precision != "exact":
+            return 0.1
+        # Vocab-parallel cross entropy is fp32 inside.
+        return 1e-12 if self.is_fp64 else 2e-5
+
+    @property
+    def is_fp64(self) -> bool:
+        """Whether nothing in this setting is fp32 inside."""
+        return self.precision == "exact" and self.tensor == 1 and self.zero == 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
+
+
+def draws(count: int) -> dict[tuple[int, int, int], list[Draw]]:
+    """So many settings, by layout; the same ones for the same count.
+
+    Values that have been drawn least are likelier, so that few draws meet all of them.
+    """
+    chance = random.Random(SEED)
+    seen: dict[tuple[str, Any], int] = {}
+    made: dict[tuple[int, int, int], list[Draw]] = {}
+    shares = sum(LAYOUTS.values())
+    for layout, share in LAYOUTS.items():
+        made[layout] = [_draw(chance, layout, seen) for _ in range(max(1, count * share // shares))]
+    return made
+
+
+def values(made: list[Draw]) -> set[tuple[str, Any]]:
+    """All (name, value) that some settings have."""
+    return {(name, getattr(draw, name)) for draw in made for name in CHOICES}
+
+
+def _draw(
+    chance: random.Random, layout: tuple[int, int, int], seen: dict[tuple[str, Any], int]
+) -> Draw:
+    pipe, tensor, data = layout
+    chosen: dict[str, Any] = {}
+    for name, options in CHOICES.items():
+        weights = [1 / (1 + seen.get((name, option), 0)) ** 2 for option in options]
+        chosen[name] = chance.choices(options, weights)[0]
+    if tensor == 1:
+        chosen["sequence_parallel"] = False
+    if chosen["precision"] == "fp16":
+        chosen["zero"] = 1
+    if chosen["precision"] == "exact" and chosen["zero"] and pipe == 4:
+        # A stage of norm and head alone has nothing to share.
+        chosen["zero"] = 0
+    for name, value in chosen.items():
+        seen[name, value] = seen.get((name, value), 0) + 1
+    unit = tensor if chosen["sequence_parallel"] else 1
+    groups = 1 if chosen["loss"] == "whole_sequence" else chance.choice([1, 1, 2])
+    cuts = [_cut(chance, unit) for _ in range(groups)]
+    slices = cuts[0] if groups == 1 else [[1, cut] for cut in cuts]
+    return Draw(pipe, tensor, data, slices, **chosen)
+
+
+def _cut(chance: random.Random, unit: int) -> list[int]:
+    """A sequence in 1 to 6 slices of any length."""
+    steps = cases.SEQ_LENGTH // unit
+    stops = [*sorted(chance.sample(range(1, steps), chance.randint(0, 5))), steps]
+    return [unit * (stop - start) for start, stop in zip([0, *stops], stops, strict=False)]
