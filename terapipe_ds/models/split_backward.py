@@ -69,7 +69,7 @@ def split_linear_layers(module: torch.nn.Module) -> None:
 
 def _split_forward_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        if not weight.requires_grad:
+        if not (weight.requires_grad and weight.is_leaf):
             return original(input, weight, **kwargs)
         return split_linear(input, weight, **kwargs)
 

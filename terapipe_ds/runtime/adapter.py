@@ -135,6 +135,13 @@ def adapter_of(module: torch.nn.Module) -> SequenceAdapter:
     return adapter
 
 
+def cloned(tensors: Tensors) -> Tensors:
+    """Copies, in the same structure, with a graph to the originals."""
+    if isinstance(tensors, tuple):
+        return tuple(tensor.clone() for tensor in tensors)
+    return tensors.clone()
+
+
 def as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
     """One tensor or several, as a tuple."""
     return tensors if isinstance(tensors, tuple) else (tensors,)

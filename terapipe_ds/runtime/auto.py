@@ -13,12 +13,14 @@ import hashlib
 import json
 import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -32,7 +34,7 @@ from ..planner.memory import GIB, StageMemory, optimizer_bytes
 from ..planner.planning import Candidate, Plan, plan
 from ..schedule.order import Action, splits_backward
 from ..scheme import SliceScheme, TokenRange
-from .adapter import Dims, TensorDims, Tensors, as_tuple
+from .adapter import Dims, TensorDims, Tensors, as_tuple, cloned
 from .agreement import settings
 from .boundary import TensorTemplate
 from .channel import measure_round_trips
@@ -126,19 +128,22 @@ class AutoPlans:
             (int(sequences), int(tokens)): Plan.from_dict(content, where="the checkpoint")
             for (sequences, tokens), content in state["plans"]
         }
-        stale = [
-            f"{found.stages} stages and {found.schedule}"
-            for found in plans.values()
-            if (found.stages, found.schedule)
-            != (self._engine.num_stages, self._engine.terapipe.schedule)
-        ]
+        stale = [reason for found in plans.values() for reason in self._stale(found)]
         if stale:
-            _log(
-                f"the checkpoint's plan is for {stale[0]}, this run has {self._engine.num_stages} "
-                f"stages and {self._engine.terapipe.schedule}: it will be planned again"
-            )
+            _log(f"the checkpoint's plan does not fit this run ({stale[0]}): planning again")
             return
         self.plans = plans
+
+    def _stale(self, found: Plan) -> Iterator[str]:
+        """Why a plan from a checkpoint cannot be used."""
+        engine = self._engine
+        if (found.stages, found.schedule) != (engine.num_stages, engine.terapipe.schedule):
+            yield f"it is for {found.stages} stages and {found.schedule}"
+        if engine._loss_mode != "per_slice" and len(found.scheme) > 1:
+            yield "it has several groups, this run a loss of the whole sequence"
+        unit = engine._adapter.multiple_of
+        if any(length % unit for group in found.scheme.groups for length in group.lengths):
+            yield f"its slices are not multiples of {unit}"
 
     def _make(self, shape: BatchShape, inputs: list[Tensors], labels: list[Tensors]) -> None:
         engine = self._engine
@@ -379,7 +384,8 @@ def _stage_under_test(
     def run(inputs: Tensors) -> Any:
         if isinstance(engine.optimizer, ZeROOptimizer):
             engine.optimizer.clear_backward_seen_flag()
-        return engine.module(inputs)
+        # A clone, as in the engine: the first layer may work in place.
+        return engine.module(cloned(inputs))
 
     return StageUnderTest(
         run=run,
@@ -415,15 +421,23 @@ def _tile(dims: Sequence[Dims], loaded: Tensors, shape: BatchShape) -> Tensors:
 
 @contextmanager
 def _undisturbed(engine: TokenSliceEngine) -> Iterator[None]:
-    """Leaves no trace of what runs inside: no optimizer's hook, no random state."""
+    """Leaves no trace of what runs inside: no optimizer's hook, no random state, no buffer."""
     devices = [engine.device] if engine.device.type != "cpu" else []
     own = engine._adapter.keep_random_state or nullcontext
-    with (
-        torch.random.fork_rng(devices, device_type=engine.device.type if devices else "cuda"),
-        own(),
-        without_gradient_hooks(engine.module.parameters()),
-    ):
-        yield
+    buffers = [(buffer, buffer.detach().clone()) for buffer in engine.module.buffers()]
+    states = random.getstate(), np.random.get_state()
+    try:
+        with (
+            torch.random.fork_rng(devices, device_type=engine.device.type if devices else "cuda"),
+            own(),
+            without_gradient_hooks(engine.module.parameters()),
+        ):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
 
 
 def _half(tokens: int, granularity: int) -> int:
@@ -463,9 +477,10 @@ def _memory_limit(engine: TokenSliceEngine) -> float | None:
 def _about(engine: TokenSliceEngine, shape: BatchShape) -> dict[str, Any]:
     """Everything that a stage's times depend on; also the cache's key."""
     layers = [
-        str(engine.module),
+        [_plain(module) for name, module in engine.module.named_modules() if name],
         [[name, str(p.dtype), list(p.shape), p.requires_grad] for name, p in _named(engine)],
     ]
+    recompute = engine.module.activation_checkpoint_func
     device = engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     compared = settings(engine.terapipe, engine._config)
@@ -483,13 +498,29 @@ def _about(engine: TokenSliceEngine, shape: BatchShape) -> dict[str, Any]:
         "tensor_parallel": engine.grid.get_slice_parallel_world_size(),
         "recompute": [
             engine.module.activation_checkpoint_interval,
-            str(engine.module.activation_checkpoint_func),
+            f"{recompute.__module__}.{recompute.__qualname__}",
         ],
         "loss": engine._loss_mode,
         "splits_backward": splits_backward(engine.terapipe.schedule),
         "autocast": torch.is_autocast_enabled(device.type),
         **{key: value for key, value in compared.items() if any(word in key for word in keep)},
     }
+
+
+def _plain(module: torch.nn.Module) -> list[Any]:
+    """A layer's type and plain settings, its configuration's too; the same in every process."""
+
+    def simple(values: dict[str, Any]) -> dict[str, str]:
+        return {
+            name: repr(value)
+            for name, value in sorted(values.items())
+            if isinstance(value, bool | int | float | str | tuple | list | torch.dtype | None)
+            and " at 0x" not in repr(value)
+        }
+
+    config = getattr(module, "config", None)
+    settings = simple(vars(config)) if dataclasses.is_dataclass(config) else {}
+    return [type(module).__qualname__, simple(vars(module)), settings]
 
 
 def _named(engine: TokenSliceEngine) -> list[tuple[str, Tensor]]:

@@ -40,7 +40,7 @@ from ..schedule.instructions import (
 from ..schedule.lower import TokenSliceSchedule
 from ..schedule.order import Action, actions, splits_backward
 from ..scheme import SliceScheme, SlicesSetting
-from .adapter import Tensors, adapter_of, as_tuple
+from .adapter import Tensors, adapter_of, as_tuple, cloned
 from .agreement import agree, error_of, settings
 from .auto import CHECKPOINT_KEY, AutoPlans
 from .boundary import Boundary
@@ -52,7 +52,7 @@ from .loading import load
 from .loss import MicroBatchLoss, check_loss_fits, choose_loss
 from .refuse import check_module, check_supported
 from .step import StepState
-from .tracing import Tracer
+from .tracing import Tracer, check_folder
 from .watchdog import Wait, Watchdog
 from .weight_grads import put_off, split_linear_layers
 
@@ -76,6 +76,8 @@ class TokenSliceEngine(PipelineEngine):
         if block is None:
             raise ConfigError('terapipe: found no "terapipe" block, allowed is a JSON object')
         error = error_of(lambda: check_supported(block, module, ds_config))
+        if error is None and block.trace is not None:
+            error = error_of(lambda: check_folder(block.trace))
         agree(settings(block, ds_config), error)
         super().__init__(*args, **kwargs)
 
@@ -271,7 +273,7 @@ class TokenSliceEngine(PipelineEngine):
             ],
         )
         if self._tracer is not None:
-            self._tracer.saw(self._step.slices)
+            self._tracer.saw(shapes, self._step.slices)
         lowered = self._schedule(schedule, micro_batches, self._step.slices)
         self._begin_receives(lowered.actions)
         return lowered
@@ -282,6 +284,13 @@ class TokenSliceEngine(PipelineEngine):
         Raises:
             ConfigError: if the slices do not fit a micro-batch, or the loss the slices.
         """
+        unit = self._adapter.multiple_of
+        for _, tokens in shapes:
+            if tokens % unit:
+                raise ConfigError(
+                    f"data: found sequences of {tokens} tokens, allowed are multiples of {unit} "
+                    "(sequence parallelism shares them between ranks); change the sequence length"
+                )
         if self._auto is not None:
             schemes = [self._auto.scheme(shape) for shape in shapes]
         else:
@@ -291,7 +300,7 @@ class TokenSliceEngine(PipelineEngine):
                     slices,
                     sequences=sequences,
                     seq_length=tokens,
-                    multiple_of=self._adapter.multiple_of,
+                    multiple_of=unit,
                 )
                 for sequences, tokens in shapes
             ]
@@ -392,7 +401,7 @@ class TokenSliceEngine(PipelineEngine):
         autocast = autocast_if_enabled(self) if self._autocasts else _NOTHING
         with current_slice(tokens, group.context), autocast:
             # A clone, as in stock DeepSpeed: the first layer may work in place.
-            outputs = self.module(_cloned(inputs))
+            outputs = self.module(cloned(inputs))
         if slice == 0 and step.training and self._trains:
             self._check_trains(as_tuple(outputs))
         if not step.training:
@@ -600,9 +609,3 @@ def _running(timer: Any) -> Iterator[None]:
         yield
     finally:
         timer.stop()
-
-
-def _cloned(tensors: Tensors) -> Tensors:
-    if isinstance(tensors, tuple):
-        return tuple(tensor.clone() for tensor in tensors)
-    return tensors.clone()

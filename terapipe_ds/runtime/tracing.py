@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +13,39 @@ from typing import TYPE_CHECKING
 import torch.distributed
 from deepspeed.utils import log_dist
 
+from ..errors import ConfigError
 from ..files import write_text
 from ..planner.planning import predict
 from ..schedule.order import Kind, actions
 from ..schedule.simulator import Timeline, simulate_order
 from ..schedule.trace import MeasuredTimeline, write_chrome_trace, write_picture
+from .header import BatchShape
 from .recorder import gather, recorded
 from .watchdog import Wait
 
 if TYPE_CHECKING:
     from .engine import TokenSliceEngine
+
+
+def check_folder(folder: str) -> None:
+    """Makes the folder on the rank that writes.
+
+    Raises:
+        ConfigError: if it cannot be made or written to.
+    """
+    if torch.distributed.get_rank() != 0:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+        reason = "no permission"
+    except OSError as error:
+        writable, reason = False, error.strerror or str(error)
+    if not writable:
+        raise ConfigError(
+            f"terapipe.trace: found {folder!r}, which cannot be written to ({reason}), allowed is "
+            "a folder; change terapipe.trace"
+        )
 
 
 class Tracer:
@@ -36,6 +60,7 @@ class Tracer:
 
     def __init__(self, engine: TokenSliceEngine, folder: str, steps: list[int]) -> None:
         self._engine, self._folder, self._steps = engine, Path(folder), set(steps)
+        self._shapes: set[BatchShape] = set()
         self._slices: list[int] = []
 
     @contextmanager
@@ -57,12 +82,16 @@ class Tracer:
         ]
         with engine._watchdog.waiting(Wait("the trace", "all stages of this pipeline")):
             measured = gather(engine, shifted)
-        if engine.global_rank == 0:
+        if engine.global_rank != 0:
+            return
+        try:
             self._write(step, measured)
+        except OSError as error:
+            log_dist(f"terapipe: the trace of step {step} is lost ({error})", ranks=[0])
 
-    def saw(self, slices: list[int]) -> None:
-        """Takes the numbers of slices of the step that is about to run."""
-        self._slices = slices
+    def saw(self, shapes: list[BatchShape], slices: list[int]) -> None:
+        """Takes the micro-batches, and the groups' numbers of slices, of the step that begins."""
+        self._shapes, self._slices = set(shapes), slices
 
     def _write(self, step: int, measured: MeasuredTimeline) -> None:
         planned = self._planned(measured)
@@ -89,12 +118,12 @@ class Tracer:
     def _planned(self, measured: MeasuredTimeline) -> Timeline:
         """The plan's own times where there is one; otherwise the measured work without waiting."""
         engine = self._engine
-        plans = list(engine.plans.values())
-        if len(plans) == 1 and engine.costs:
-            (cost,) = engine.costs.values()
+        shape = next(iter(self._shapes))
+        plan, cost = engine.plans.get(shape), engine.costs.get(shape[0])
+        if len(self._shapes) == 1 and plan is not None and cost is not None:
             return predict(
                 cost,
-                plans[0].scheme,
+                plan.scheme,
                 stages=engine.num_stages,
                 schedule=engine.terapipe.schedule,
                 micro_batches=engine.micro_batches,

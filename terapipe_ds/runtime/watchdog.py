@@ -68,14 +68,21 @@ class Watchdog:
         self._steps = 0
         self._interval = min(0.5, timeout_s / 20)
         self._lost_looks = 0
-        self._thread: threading.Thread | None = None
+        self._host_is_gone = False
+        self._announced = False
+        self._threads: list[threading.Thread] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Watches while a step runs; other ranks' failures end this process only inside."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="terapipe-watchdog", daemon=True)
-            self._thread.start()
+        if not self._threads:
+            # Two: a look into the store blocks where its host is frozen or cut off.
+            self._threads = [
+                threading.Thread(target=target, name="terapipe-watchdog", daemon=True)
+                for target in (self._run, self._listen)
+            ]
+            for thread in self._threads:
+                thread.start()
         self._steps += 1
         try:
             yield
@@ -100,13 +107,20 @@ class Watchdog:
 
         Returns after a moment (at most 1 s), in which the others read it.
         """
+        self._announced = True
+        # This rank may be the store's host: the others need time to look. And its host may be gone
+        # (the other ranks find that out as this one did) or frozen.
+        teller = threading.Thread(target=self._tell, args=(reason,), daemon=True)
+        teller.start()
+        teller.join(2 * self._interval)
+        if not self._host_is_gone:
+            time.sleep(2 * self._interval)
+
+    def _tell(self, reason: str) -> None:
         try:
             self._store.set(_ABORT_KEY, f"{self.name}: {reason}")
         except RuntimeError:
-            # The store's host is gone, and the other ranks find that out as this one did.
-            return
-        # This rank may be the store's host: the others need time to look.
-        time.sleep(2 * self._interval)
+            self._host_is_gone = True
 
     def _run(self) -> None:
         while True:
@@ -118,8 +132,15 @@ class Watchdog:
                 print(f"terapipe-ds: {self.name} {late}", file=sys.stderr, flush=True)
                 self.announce(late)
                 os._exit(1)
+
+    def _listen(self) -> None:
+        while True:
+            time.sleep(self._interval)
+            if not self._steps:
+                continue
             reason = self._abort_reason()
-            if reason is not None and self._steps:
+            # What this rank has announced itself it also says itself.
+            if reason is not None and self._steps and not self._announced:
                 print(f"terapipe-ds: {self.name} ends{reason}", file=sys.stderr, flush=True)
                 # The main thread may be blocked in a transfer, where no exception reaches it.
                 os._exit(1)

@@ -59,7 +59,7 @@ def linear(
     Args:
         product: computes the output ``[..., out]``, with a graph to its input, not to its weight.
         inputs: ``[..., in]``.
-        weight: ``[out, in]``.
+        weight: ``[out, in]``, a leaf.
         gathered: from ``inputs`` what the product multiplied, where that is not the same.
 
     Returns:
@@ -97,11 +97,11 @@ class _WithWeight(torch.autograd.Function):
         weight, gathered = ctx.weight, ctx.gathered
 
         def work() -> None:
-            accumulate(weight, _weight_gradient(gathered(inputs), grad))
+            accumulate(weight, _weight_gradient(gathered(inputs), grad, weight))
 
         if owe(work):
             return grad, None, None, None
-        return grad, None, _weight_gradient(gathered(inputs), grad), None
+        return grad, None, _weight_gradient(gathered(inputs), grad, weight), None
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
@@ -110,8 +110,10 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
         torch.autograd.backward([weight.view_as(weight)], [gradient])
 
 
-def _weight_gradient(inputs: Tensor, grad: Tensor) -> Tensor:
-    return grad.reshape(-1, grad.shape[-1]).t().matmul(inputs.reshape(-1, inputs.shape[-1]))
+def _weight_gradient(inputs: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    # Under autocast the product was computed in the output's dtype.
+    inputs = inputs.reshape(-1, inputs.shape[-1]).to(grad.dtype)
+    return grad.reshape(-1, grad.shape[-1]).t().matmul(inputs).to(weight.dtype)
 
 
 def split_linear_layers(module: nn.Module) -> None:
@@ -123,10 +125,15 @@ def split_linear_layers(module: nn.Module) -> None:
 
 def _forward_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
-        def product() -> Tensor:
-            return functional.linear(inputs, layer.weight.detach(), layer.bias)
+        # Once: a parametrization computes it anew each time.
+        weight = layer.weight
+        if not weight.is_leaf:
+            return functional.linear(inputs, weight, layer.bias)
 
-        return linear(product, inputs, layer.weight)
+        def product() -> Tensor:
+            return functional.linear(inputs, weight.detach(), layer.bias)
+
+        return linear(product, inputs, weight)
 
     return forward
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
+import terapipe_ds
 from terapipe_ds.errors import ConfigError
-from terapipe_ds.planner import Plan
+from terapipe_ds.planner import Plan, planning
 from terapipe_ds.runtime import auto as auto_plans
 from terapipe_ds.runtime import profiler
 from terapipe_ds.runtime.profiler import run_chain
@@ -30,7 +32,7 @@ def start(cache: Path) -> None:
 
 def forced(shape: tuple[int, int], lengths: list[int]) -> None:
     """Makes every plan this one, so that slices are certain on any machine."""
-    original = auto_plans.plan
+    original = planning.plan
 
     def plan(*args: Any, **kwargs: Any) -> Plan:
         made = original(*args, **kwargs)
@@ -93,6 +95,81 @@ def count_chains() -> list[Any]:
 
     profiler.run_chain = counted
     return timed
+
+
+def costs_depend_on(cache: Path) -> None:
+    """The cache's key tells models apart that look alike, and is the same in every process."""
+    start(cache)
+
+    def key(**build: Any) -> Any:
+        return auto_plans._about(engine_of(small_gpt(**build), 1, AUTO), (2, 48))
+
+    plain = key()
+    assert key() == plain
+    assert " at 0x" not in str(plain)
+    for other in (
+        {"config": {"window_size": (3, 0)}},
+        {"attention_dropout": 0.1},
+        {"config": {"recompute_granularity": "selective"}},
+        {"config": {"num_query_groups": 2}},
+        {"activation_checkpoint_interval": 1},
+    ):
+        assert key(**other) != plain, other
+
+
+class Counting(torch.nn.Module):
+    """Counts its tokens in a buffer, and works on its inputs in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.register_buffer("tokens", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[b, l, 8]`` to the same."""
+        self.tokens += hidden.shape[0] * hidden.shape[1]
+        return hidden.mul_(2) * self.weight
+
+
+def buffers_and_work_in_place(cache: Path) -> None:
+    """Profiling leaves buffers as they were, and runs layers that work in place."""
+    start(cache)
+    stages = torch.distributed.get_world_size()
+    data = [(torch.randn(2, 48, 8), torch.randn(2, 48, 8))]
+    found = []
+    for block in (AUTO, {"slices": 3}):
+        module = PipelineModule(
+            [LayerSpec(Counting) for _ in range(stages)],
+            num_stages=stages,
+            loss_fn=torch.nn.functional.mse_loss,
+            partition_method="uniform",
+        )
+        token = terapipe_ds.TensorDims(batch=0, sequence=1)
+        module.token_slice_adapter = terapipe_ds.SequenceAdapter(
+            (token,), (token,), (token,), token, mean_over_valid_tokens=True
+        )
+        engine = engine_of(module, 1, block)
+        loss = engine.train_batch(iter(data)).item()
+        found.append([loss, *(buffer.item() for buffer in module.buffers())])
+    assert_same(found[0], found[1], "loss or buffer")
+    assert found[0][1] == 96
+
+
+def odd_lengths_under_sequence_parallelism(cache: Path) -> None:
+    """A length that ranks cannot share is one error on all of them, and training can go on."""
+    start(cache)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    config = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    engine = engine_of(small_gpt(topology=topology, config=config), 1, AUTO)
+    for length in (47, 5):
+        try:
+            engine.train_batch(iter(batches(1, length=length)))
+        except ConfigError as error:
+            assert "multiples of 2" in str(error), error
+        else:
+            raise AssertionError(f"{length} tokens were shared by 2 ranks")
+    engine.train_batch(iter(batches(1)))
+    assert set(engine.plans) == {(2, 48)}
 
 
 def broken_cache(cache: Path) -> None:
@@ -205,6 +282,17 @@ def checkpoint(cache: Path, saved: Path) -> None:
     stale.load_checkpoint(str(saved))
     stale.train_batch(iter(batches(1, seed=5)))
     assert stale.plans[2, 48].schedule == "gpipe"
+
+    auto_plans.plan = lambda *_, **__: Plan.from_dict(
+        {**plan.to_dict(), "scheme": [[1, [24, 24]], [1, [24, 24]]]}
+    )
+    groups = engine_of(small_gpt(), 1, {**AUTO, "replan": True})
+    groups.train_batch(iter(batches(1)))
+    groups.save_checkpoint(f"{saved}-groups")
+    forced((2, 48), [24, 24])
+    whole = engine_of(small_gpt(), 1, {**AUTO, "loss": "whole_sequence"})
+    whole.load_checkpoint(f"{saved}-groups")
+    assert not whole.plans, "a plan of groups for a loss of the whole sequence"
 
     explicit = engine_of(small_gpt(), 1, {"slices": 3})
     _, client_state = explicit.load_checkpoint(str(saved))

@@ -59,6 +59,8 @@ def bad_input(kind: str) -> None:
         def build() -> Any:
             return small_gpt(config={"window_size": (8, 1)})
 
+    elif kind == "trace":
+        block["trace"] = "/proc/nope"
     elif kind == "zero2":
         extra["zero_optimization"] = {"stage": 2}
     elif kind == "attention dropout without reentrant":

@@ -43,6 +43,14 @@ def shared_linear_as_fused() -> None:
     _same(_plain_pipeline, lambda: data, {}, 1e-5)
 
 
+def computed_weights() -> None:
+    """A weight that is no leaf keeps its whole backward; other layers are split beside it."""
+    initialize_distributed()
+    torch.manual_seed(1)
+    data = [(torch.randn(2, 48, 16), torch.randn(2, 48, 16)) for _ in range(2)]
+    _same(lambda: _plain_pipeline(NormedBlock), lambda: data, {}, 1e-5)
+
+
 def low_rank_adapters() -> None:
     """Frozen layers with small trained ones beside them: as under stock DeepSpeed, split or not."""
     initialize_distributed()
@@ -119,6 +127,14 @@ class Block(nn.Module):
         )
         attended = causal_attention(self, query, key, value).flatten(2).transpose(0, 1)
         return hidden + self.twice(torch.tanh(self.twice(attended)))
+
+
+class NormedBlock(Block):
+    """A layer whose weight is computed anew in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.utils.parametrizations.weight_norm(self.qkv)
 
 
 class AdaptedBlock(Block):

@@ -41,6 +41,9 @@ def test_all_ranks_have_the_plan_and_costs_are_cached(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "world"),
     [
+        (auto.costs_depend_on, 2),
+        (auto.buffers_and_work_in_place, 2),
+        (auto.odd_lengths_under_sequence_parallelism, 4),
         (auto.broken_cache, 2),
         (auto.unwritable_cache, 2),
         (auto.new_shapes, 2),

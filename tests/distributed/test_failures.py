@@ -24,6 +24,7 @@ BAD_INPUT = {
     "one rank wrong": r"terapipe\.slice: found an unknown key, allowed are .*slices",
     "mask": r"found attn_mask_type no_mask, allowed is AttnMaskType\.causal",
     "window": r"window_size: found \(8, 1\), allowed is a window that ends .*change window_size",
+    "trace": r"terapipe\.trace: found '/proc/nope', which cannot be written to .*change terapipe",
     "zero2": r"zero_optimization\.stage: found 2, allowed are 0 and 1",
     "attention dropout without reentrant": r"use_reentrant: found false with attention_dropout",
     "ends early": r"iterator that ended after 1 of 2 micro-batches on stage 0",

@@ -51,6 +51,10 @@ def test_plain_linear_layers_are_split(folder: Path) -> None:
     run_ranks(split.shared_linear_as_fused, 2, folder)
 
 
+def test_weights_that_are_computed_are_not_split(folder: Path) -> None:
+    run_ranks(split.computed_weights, 2, folder)
+
+
 def test_low_rank_adapters_over_frozen_layers(folder: Path) -> None:
     run_ranks(split.low_rank_adapters, 2, folder)
 

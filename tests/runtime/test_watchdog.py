@@ -112,6 +112,26 @@ with watchdog.step(), watchdog.waiting(wait):
     assert 0.8 * TIMEOUT_S <= seconds <= TIMEOUT_S + 2
 
 
+def test_a_wait_ends_though_the_host_of_the_store_is_frozen() -> None:
+    """Neither looking for failures nor telling the others may hold it up."""
+    ended, seconds = run(
+        """
+class Frozen:
+    def check(self, keys):
+        time.sleep(60)
+    def set(self, key, value):
+        time.sleep(60)
+watchdog._store = Frozen()
+with watchdog.step(), watchdog.waiting(wait):
+    time.sleep(30)
+"""
+    )
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+    assert "waited 1 s for activations" in ended.stderr
+    assert seconds <= TIMEOUT_S + 2
+
+
 def test_a_failure_on_another_rank_ends_the_process() -> None:
     ended, seconds = run(
         """
