@@ -9,22 +9,17 @@ another order of summation.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.utils import log_dist
 from torch import Tensor
 
 from ..errors import ConfigError, TeraPipeError
@@ -35,9 +30,9 @@ from ..planner.planning import Candidate, Plan, plan
 from ..schedule.order import Action, splits_backward
 from ..scheme import SliceScheme, TokenRange
 from .adapter import Dims, TensorDims, Tensors, as_tuple, cloned
-from .agreement import settings
 from .boundary import TensorTemplate
 from .channel import measure_round_trips
+from .cost_cache import about, cache_path, log, read_cache, write_cache
 from .deepspeed_seams import autocast_if_enabled, without_gradient_hooks
 from .header import BatchShape
 from .loss import MicroBatchLoss
@@ -48,7 +43,6 @@ from .watchdog import Wait
 if TYPE_CHECKING:
     from .engine import TokenSliceEngine
 
-CACHE_VARIABLE = "TERAPIPE_CACHE"
 CHECKPOINT_KEY = "terapipe_ds"
 
 # A profile serves sequences up to this much longer than it has seen, so that lengths which grow
@@ -130,7 +124,7 @@ class AutoPlans:
         }
         stale = [reason for found in plans.values() for reason in self._stale(found)]
         if stale:
-            _log(f"the checkpoint's plan does not fit this run ({stale[0]}): planning again")
+            log(f"the checkpoint's plan does not fit this run ({stale[0]}): planning again")
             return
         self.plans = plans
 
@@ -165,7 +159,7 @@ class AutoPlans:
         if isinstance(result[0], str):
             raise ConfigError(result[0])
         self.plans[shape] = Plan.from_dict(result[0])
-        _log(_describe(self.plans[shape], shape))
+        log(_describe(self.plans[shape], shape))
 
     def _whole(self, shape: BatchShape) -> Plan:
         """No slices, for sequences that are too short to be cut."""
@@ -210,18 +204,18 @@ class AutoPlans:
     ) -> CostModel | None:
         """The costs of this pipeline's stages, from the cache or measured; None but on rank 0."""
         engine = self._engine
-        about = _about(engine, shape)
-        stages = self._over_stages(about)
-        cache = _cache_path(stages)
+        mine = about(engine, shape)
+        stages = self._over_stages(mine)
+        cache = cache_path(stages)
         cached: list[Any] = [None]
         if engine.global_rank == 0:
-            cached = [_read_cache(cache)]
+            cached = [read_cache(cache)]
         with engine._watchdog.waiting(Wait("the cached costs", "rank 0")):
             dist.broadcast_object_list(cached, src=0)
         if cached[0] is not None:
-            _log(f"using the costs measured before, {cache}")
+            log(f"using the costs measured before, {cache}")
             return CostModel.from_dict(cached[0]) if engine.global_rank == 0 else None
-        _log(
+        log(
             f"measuring every stage for up to {engine.terapipe.profile_budget_s:g} s "
             f"(terapipe.profile_budget_s); the result is kept in {cache}"
         )
@@ -235,9 +229,9 @@ class AutoPlans:
             about=stages[0],
         )
         if engine.global_rank == 0:
-            _write_cache(cache, model)
+            write_cache(cache, model)
         worst = max(cost.error or 0.0 for cost in costs)
-        _log(
+        log(
             f"measured in {time.monotonic() - started:.0f} s; the model is off by {worst:.1%} on "
             "slices that it has not seen (median, worst stage)"
         )
@@ -474,91 +468,6 @@ def _memory_limit(engine: TokenSliceEngine) -> float | None:
     return _USABLE_MEMORY * torch.cuda.get_device_properties(engine.device).total_memory
 
 
-def _about(engine: TokenSliceEngine, shape: BatchShape) -> dict[str, Any]:
-    """Everything that a stage's times depend on; also the cache's key."""
-    layers = [
-        [_plain(module) for name, module in engine.module.named_modules() if name],
-        [[name, str(p.dtype), list(p.shape), p.requires_grad] for name, p in _named(engine)],
-    ]
-    recompute = engine.module.activation_checkpoint_func
-    device = engine.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    compared = settings(engine.terapipe, engine._config)
-    keep = ("version", "pipeline", "bf16", "zero_optimization")
-    return {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "layers": hashlib.sha256(json.dumps(layers).encode()).hexdigest(),
-        "sequences": shape[0],
-        "seq_length": shape[1],
-        "granularity": math.lcm(engine.terapipe.granularity, engine._adapter.multiple_of),
-        "stage": engine.stage_id,
-        "stages": engine.num_stages,
-        "ranks": dist.get_world_size(),
-        "tensor_parallel": engine.grid.get_slice_parallel_world_size(),
-        "recompute": [
-            engine.module.activation_checkpoint_interval,
-            f"{recompute.__module__}.{recompute.__qualname__}",
-        ],
-        "loss": engine._loss_mode,
-        "splits_backward": splits_backward(engine.terapipe.schedule),
-        "autocast": torch.is_autocast_enabled(device.type),
-        **{key: value for key, value in compared.items() if any(word in key for word in keep)},
-    }
-
-
-def _plain(module: torch.nn.Module) -> list[Any]:
-    """A layer's type and plain settings, its configuration's too; the same in every process."""
-
-    def simple(values: dict[str, Any]) -> dict[str, str]:
-        return {
-            name: repr(value)
-            for name, value in sorted(values.items())
-            if isinstance(value, bool | int | float | str | tuple | list | torch.dtype | None)
-            and " at 0x" not in repr(value)
-        }
-
-    config = getattr(module, "config", None)
-    settings = simple(vars(config)) if dataclasses.is_dataclass(config) else {}
-    return [type(module).__qualname__, simple(vars(module)), settings]
-
-
-def _named(engine: TokenSliceEngine) -> list[tuple[str, Tensor]]:
-    return list(engine.module.named_parameters())
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "cpu"
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else 'cpu'}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _cache_path(stages: list[dict[str, Any]]) -> Path:
-    digest = hashlib.sha256(json.dumps(stages, sort_keys=True, default=str).encode()).hexdigest()
-    folder = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "terapipe_ds"
-    return Path(folder) / f"cost-{digest[:16]}.json"
-
-
-def _read_cache(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        return CostModel.load(path).to_dict()
-    except TeraPipeError as error:
-        _log(f"{error}; measuring again")
-        return None
-
-
-def _write_cache(path: Path, model: CostModel) -> None:
-    try:
-        model.save(path)
-    except OSError as error:
-        _log(f"the costs could not be kept ({error}); set {CACHE_VARIABLE} to a folder")
-
-
 def _attempt(make: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
     try:
         return make()
@@ -577,8 +486,4 @@ def _describe(chosen: Plan, shape: BatchShape) -> str:
     )
 
 
-def _log(message: str) -> None:
-    log_dist(f"terapipe: {message}", ranks=[0])
-
-
-__all__ = ["CACHE_VARIABLE", "CHECKPOINT_KEY", "AutoPlans"]
+__all__ = ["CHECKPOINT_KEY", "AutoPlans"]

@@ -14,7 +14,7 @@ import terapipe_ds
 from terapipe_ds.errors import ConfigError
 from terapipe_ds.planner import Plan, planning
 from terapipe_ds.runtime import auto as auto_plans
-from terapipe_ds.runtime import profiler
+from terapipe_ds.runtime import cost_cache, profiler
 from terapipe_ds.runtime.profiler import run_chain
 
 from . import toy
@@ -26,7 +26,7 @@ AUTO = {"slices": "auto", "granularity": 4, "profile_budget_s": 0.01, "timeout_s
 
 
 def start(cache: Path) -> None:
-    os.environ[auto_plans.CACHE_VARIABLE] = str(cache)
+    os.environ[cost_cache.CACHE_VARIABLE] = str(cache)
     initialize_distributed()
 
 
@@ -102,7 +102,7 @@ def costs_depend_on(cache: Path) -> None:
     start(cache)
 
     def key(**build: Any) -> Any:
-        return auto_plans._about(engine_of(small_gpt(**build), 1, AUTO), (2, 48))
+        return cost_cache.about(engine_of(small_gpt(**build), 1, AUTO), (2, 48))
 
     plain = key()
     assert key() == plain
@@ -260,7 +260,7 @@ def checkpoint(cache: Path, saved: Path) -> None:
     (plan,) = engine.plans.values()
     expected = engine.train_batch(iter(batches(1, seed=5)))
 
-    os.environ[auto_plans.CACHE_VARIABLE] = f"{cache}-other"
+    os.environ[cost_cache.CACHE_VARIABLE] = f"{cache}-other"
     forced((2, 48), [24, 24])
     timed = count_chains()
     resumed = engine_of(small_gpt(), 1, AUTO)
