@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..schedule.order import Action
+from ..schedule.order import Action, released_by
 from ..scheme import Group
 
 GIB = 2**30
@@ -48,7 +48,7 @@ class StageMemory:
             row: the stage's actions.
             groups: the groups of the step, one for each of the schedule's micro-batches.
         """
-        released_by = "W" if any(action.kind == "W" for action in row) else "B"
+        released = released_by(row)
         held = peak = self.fixed
         with_gradients: set[int] = set()
         for kind, micro_batch, index in row:
@@ -62,7 +62,7 @@ class StageMemory:
                 with_gradients.add(micro_batch)
                 held += context
             peak = max(peak, held)
-            if kind == released_by:
+            if kind == released:
                 held -= activations
             if kind == "B" and index == 0:
                 held -= context * (2 if micro_batch in with_gradients else 1)

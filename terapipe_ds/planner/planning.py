@@ -398,8 +398,8 @@ def _fitting(candidates: Iterable[Candidate], memory_bytes: float) -> list[Candi
         least, candidate = min(needs, key=lambda entry: entry[0])
         raise ConfigError(
             f"plan: found no plan that fits in {memory_bytes / GIB:.2f} GiB, the leanest "
-            f"({candidate.scheme}) needs {least / GIB:.2f} GiB; raise --memory, use more stages, "
-            "ZeRO-1 or activation checkpointing"
+            f"({candidate.scheme}) needs {least / GIB:.2f} GiB; raise --memory "
+            "(terapipe.memory_gib), use more stages, ZeRO-1 or activation checkpointing"
         )
     return fitting
 

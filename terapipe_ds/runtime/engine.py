@@ -257,10 +257,9 @@ class TokenSliceEngine(PipelineEngine):
                 check=lambda found: self._schemes(found, mode),
                 unknown=(lambda _: False) if auto is None else auto.unknown,
             )
-        if auto is not None and unknown:
-            self._agreed = False
-            auto.make(shapes, inputs, labels)
         self._agreed = False
+        if auto is not None and unknown:
+            auto.make(shapes, inputs, labels)
         schemes = self._schemes(shapes, mode)
         self._step = StepState(
             training=training,

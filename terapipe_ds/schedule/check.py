@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ScheduleError
-from .order import Action, Kind, Order, in_flight_bound, slice_counts
+from .order import Action, Kind, Order, in_flight_bound, released_by, slice_counts
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
 _AFTER: dict[Kind, Kind] = {"B": "F", "W": "B"}
@@ -183,8 +183,8 @@ def _source(stage: int, action: Action) -> int:
 
 def _check_in_flight(order: Order, stage: int, bound: int) -> None:
     in_flight = 0
-    released_by = "W" if any(action.kind == "W" for action in order[stage]) else "B"
+    released = released_by(order[stage])
     for index, action in enumerate(order[stage]):
-        in_flight += (action.kind == "F") - (action.kind == released_by)
+        in_flight += (action.kind == "F") - (action.kind == released)
         if in_flight > bound:
             _fail(order, stage, index, f"{in_flight} slices in flight, the bound is {bound}")

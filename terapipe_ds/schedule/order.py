@@ -97,6 +97,11 @@ def in_flight_bound(
     return _schedule(name).bound(stage, stages, counts)
 
 
+def released_by(row: Sequence[Action]) -> Kind:
+    """The kind of action after which a stage holds a slice no more."""
+    return "W" if any(action.kind == "W" for action in row) else "B"
+
+
 def _forwards(counts: Sequence[int]) -> list[Action]:
     return [Action("F", d, s) for d, count in enumerate(counts) for s in range(count)]
 

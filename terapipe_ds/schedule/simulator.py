@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import ConfigError, ScheduleError
-from .order import Action, Kind, Order, actions, slice_counts
+from .order import Action, Kind, Order, actions, released_by, slice_counts, splits_backward
 
 SliceTime = tuple[float, ...]
 """(forward, backward) or (forward, input gradient, weight gradient) of a slice, in ms."""
@@ -106,7 +106,7 @@ def simulate(
             )
         counts = slice_counts(len(counts), counts)
     order = actions(name, stages, len(counts), counts)
-    duration = times if callable(times) else _table(times, split=_splits_backward(order))
+    duration = times if callable(times) else _table(times, split=splits_backward(name))
     return simulate_order(
         order, duration, transfer=transfer, latency_ms=latency_ms, overlap=overlap
     )
@@ -132,7 +132,6 @@ def simulate_order(
             f"simulate: found {latency_ms} ms as latency_ms, allowed are finite times of at least 0"
         )
     stages = len(order)
-    split = _splits_backward(order)
     starts: list[list[float]] = [[] for _ in order]
     stops: list[list[float]] = [[] for _ in order]
     # For each action what it waited for longest: an earlier (stage, index), or nothing.
@@ -197,7 +196,7 @@ def simulate_order(
         busy_ms=busy,
         idle_ms=[makespan - each for each in busy],
         bubble=[1 - each / makespan if makespan else 0.0 for each in busy],
-        peak_in_flight=[_peak(row, released_by="W" if split else "B") for row in order],
+        peak_in_flight=[_peak(row) for row in order],
         events=events,
         critical_path=_critical_path(events, causes),
     )
@@ -241,10 +240,6 @@ def _neighbours(kind: Kind, stage: int, stages: int) -> tuple[int | None, int | 
     )
 
 
-def _splits_backward(order: Order) -> bool:
-    return any(action.kind == "W" for row in order for action in row)
-
-
 def _table(times: Sequence[Sequence[SliceTime]], *, split: bool) -> Duration:
     for micro_batch in times:
         for slice_time in micro_batch:
@@ -274,13 +269,14 @@ def _checked(ms: float, action: Action) -> float:
     return ms
 
 
-def _peak(row: Sequence[Action], *, released_by: Kind) -> int:
+def _peak(row: Sequence[Action]) -> int:
+    released = released_by(row)
     in_flight = peak = 0
     for action in row:
         if action.kind == "F":
             in_flight += 1
             peak = max(peak, in_flight)
-        elif action.kind == released_by:
+        elif action.kind == released:
             in_flight -= 1
     return peak
 
