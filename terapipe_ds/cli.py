@@ -183,6 +183,7 @@ def _profile(args: argparse.Namespace) -> None:
             ms_per_byte=1e3 / (args.gigabytes_per_s * 1e9),
             bytes_per_token=preset.hidden_size * element,
         )
+    partial_path = args.out.with_name(f"{args.out.name}.partial")
     # Libraries print to stdout when they are imported and used, which belongs to the result.
     with contextlib.redirect_stdout(sys.stderr):
         from .models.profile import is_first_rank, profile_model
@@ -193,12 +194,13 @@ def _profile(args: argparse.Namespace) -> None:
             sequences=args.sequences,
             granularity=args.granularity,
             budget_s=args.budget,
-            partial_path=args.out.with_name(f"{args.out.name}.partial"),
+            partial_path=partial_path,
             transfer=transfer,
         )
     if not is_first_rank():
         return
     cost.save(args.out)
+    partial_path.unlink(missing_ok=True)
     if args.plot is not None:
         from .planner.plot import plot_costs
 

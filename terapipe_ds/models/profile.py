@@ -57,7 +57,8 @@ def profile_model(
         sequences: sequences of a micro-batch.
         granularity: the shortest slice worth knowing, in tokens.
         budget_s: seconds to spend.
-        partial_path: where rounds are kept until the end; an interrupted profile goes on there.
+        partial_path: where rounds are kept; an interrupted profile goes on there. The caller deletes
+            it when the result is safe.
         transfer: times of messages, where they are known; measured between two processes of this
             machine if None.
 
@@ -100,9 +101,7 @@ def profile_model(
         transfer = time_transfers(
             bytes_per_token=preset.hidden_size * element, most_tokens=sequences * preset.seq_length
         )
-    model = CostModel(tuple(costs), preset.seq_length, transfer, about)
-    partial_path.unlink(missing_ok=True)
-    return model
+    return CostModel(tuple(costs), preset.seq_length, transfer, about)
 
 
 def is_first_rank() -> bool:

@@ -327,7 +327,8 @@ def test_says_what_the_leanest_plan_needs(objective: Any) -> None:
     message = str(caught.value)
     assert message.startswith("plan: found no plan that fits in 0.00 GiB, the leanest ([(")
     assert message.endswith(
-        ") needs 0.00 GiB; raise --memory (terapipe.memory_gib), use more stages, ZeRO-1 or activation checkpointing"
+        ") needs 0.00 GiB; raise --memory (terapipe.memory_gib), use more stages, ZeRO-1 or "
+        "activation checkpointing"
     )
     assert "\n" not in message
 
