@@ -57,8 +57,8 @@ def profile_model(
         sequences: sequences of a micro-batch.
         granularity: the shortest slice worth knowing, in tokens.
         budget_s: seconds to spend.
-        partial_path: where rounds are kept; an interrupted profile goes on there. The caller deletes
-            it when the result is safe.
+        partial_path: where rounds are kept; an interrupted profile goes on there. The caller
+            deletes it when the result is safe.
         transfer: times of messages, where they are known; measured between two processes of this
             machine if None.
 
