@@ -10,7 +10,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["OMP_NUM_THREADS"] = "1"
 # The environment's own ninja: another one would compile DeepSpeed's helpers again.
 os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+# The environment's own folder for compiled helpers: in the user's, a build that was killed may have
+# left its lock, on which every later process waits without end.
+EXTENSIONS = os.path.join(sys.prefix, "torch_extensions")
+os.environ["TORCH_EXTENSIONS_DIR"] = EXTENSIONS
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -36,8 +41,13 @@ def extensions_built(tmp_path_factory: pytest.TempPathFactory) -> None:
     from tests.distributed.ranks import run_ranks
     from tests.distributed.workers import initialize_distributed
 
-    folder = tmp_path_factory.mktemp("extensions")
-    run_ranks(initialize_distributed, 1, folder, timeout=900)
+    os.makedirs(EXTENSIONS, exist_ok=True)
+    with open(os.path.join(EXTENSIONS, "tests.lock"), "w") as one_at_a_time:
+        fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+        # Only tests compile here, and only under this lock: one of torch's is of a killed test run.
+        for left in Path(EXTENSIONS).glob("**/lock"):
+            left.unlink()
+        run_ranks(initialize_distributed, 1, tmp_path_factory.mktemp("extensions"), timeout=600)
 
 
 @pytest.fixture
