@@ -12,8 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 # The environment's own folder for compiled helpers: in the user's, a build that was killed may have
 # left its lock, on which every later process waits without end.
-EXTENSIONS = os.path.join(sys.prefix, "torch_extensions")
-os.environ["TORCH_EXTENSIONS_DIR"] = EXTENSIONS
+os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(sys.prefix, "torch_extensions")
 
 import fcntl
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 
 SEED = 20210216
+EXTENSIONS = Path(os.environ["TORCH_EXTENSIONS_DIR"])
 
 
 def pytest_report_header() -> str:
@@ -41,11 +41,11 @@ def extensions_built(tmp_path_factory: pytest.TempPathFactory) -> None:
     from tests.distributed.ranks import run_ranks
     from tests.distributed.workers import initialize_distributed
 
-    os.makedirs(EXTENSIONS, exist_ok=True)
-    with open(os.path.join(EXTENSIONS, "tests.lock"), "w") as one_at_a_time:
+    EXTENSIONS.mkdir(exist_ok=True)
+    with (EXTENSIONS / "tests.lock").open("w") as one_at_a_time:
         fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
         # Only tests compile here, and only under this lock: one of torch's is of a killed test run.
-        for left in Path(EXTENSIONS).glob("**/lock"):
+        for left in EXTENSIONS.glob("**/lock"):
             left.unlink()
         run_ranks(initialize_distributed, 1, tmp_path_factory.mktemp("extensions"), timeout=600)
 

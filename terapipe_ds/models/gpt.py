@@ -18,19 +18,22 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from deepspeed.runtime.utils import set_random_seed
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_moe_layer_wise_logging_tracker,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
-from ..runtime.kv_context import get_current_slice
+from .experts import BalanceOver, balances_micro_batch
+from .gpt_layers import GPTEmbedding, GPTFinalNorm, GPTHead, GPTTransformerLayer, checkpoint
 from .megatron_core import TokenSliceCoreAttention, check_layers, token_slice_layer_spec
-from .split_backward import split_linear, split_linear_layers
+from .split_backward import split_linear_layers
 from .tensor_parallel_grads import sum_over_tensor_ranks
 from .without_cuda import prepare_megatron
 
@@ -56,6 +59,8 @@ def gpt_pipeline(
     seed: int = 1234,
     partition_method: str = "type:transformerlayer",
     activation_checkpoint_interval: int = 0,
+    packs_documents: bool = False,
+    balance_over: BalanceOver = "micro_batch",
 ) -> PipelineModule:
     """Builds this rank's stage of a GPT; trains under ``deepspeed.initialize`` and under ours.
 
@@ -65,36 +70,44 @@ def gpt_pipeline(
     stages.
 
     Args:
-        config: megatron's configuration; layers, normalisation, grouped queries, MLP and dtype
-            are taken from it.
+        config: megatron's configuration; layers, normalisation, attention, MLP, experts,
+            recomputation and dtype are taken from it.
         vocab_size: entries of the vocabulary, a multiple of the tensor-parallel size.
         seq_length: the longest sequence in tokens.
         num_stages: pipeline stages; or give ``topology``.
         topology: DeepSpeed's, with the axes ``pipe, data`` or ``pipe, data, model``.
-        position_embedding_type: ``"learned_absolute"`` or ``"rope"``.
+        position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``; latent attention
+            turns queries and keys by itself, whichever of these is asked for.
         rotary_base: period of rotary positions.
         rotary_percent: share of a head's width that rotary positions turn.
         tied_head: whether the output layer uses the embedding's weights.
-        layer_spec: of a transformer layer; ``token_slice_layer_spec(config)`` if None.
+        layer_spec: of all transformer layers; ``token_slice_layer_spec`` for each if None.
         loss_fn: ``loss_fn(logits [l, b, v], labels)`` with the labels of :func:`batch`;
             :func:`token_mean_loss` if None.
         loss_is_token_mean: whether ``loss_fn`` is a mean over the tokens that the loss mask keeps,
             which lets slices compute their share of it; known for the default loss.
         seed: of the weights.
         partition_method: as in ``PipelineModule``.
-        activation_checkpoint_interval: as in ``PipelineModule``; transformer layers only.
+        activation_checkpoint_interval: as in ``PipelineModule``; transformer layers only. Or let
+            ``config.recompute_granularity`` be ``"full"``.
+        packs_documents: whether sequences hold several documents, each of which sees itself alone;
+            :func:`batch` then takes their starts.
+        balance_over: what experts' auxiliary losses compare: ``"micro_batch"`` as megatron, or
+            ``"slice"``, see ``TokenSliceRouter``.
 
     Returns:
         The ``PipelineModule``, with a ``token_slice_adapter``.
 
     Raises:
-        ConfigError: for a position embedding or a topology that is not among the above.
+        ConfigError: for a position embedding, a recomputation or a topology that is not among the
+            above.
     """
-    if position_embedding_type not in ("learned_absolute", "rope"):
+    if position_embedding_type not in ("learned_absolute", "rope", "none"):
         raise ConfigError(
             f"position_embedding_type: found {position_embedding_type!r}, allowed are "
-            '"learned_absolute" and "rope"; change position_embedding_type'
+            '"learned_absolute", "rope" and "none"; change position_embedding_type'
         )
+    interval = checkpoint_interval(config, activation_checkpoint_interval)
     prepare_megatron()
     topology = topology or _topology(num_stages)
     _set_up_megatron(topology)
@@ -106,23 +119,26 @@ def gpt_pipeline(
     own_states = tracker.get_states() if tracker.is_initialized() else None
     # One rotary table for the stage; it has no parameters, so no layer owns it.
     rotary = None
-    if position_embedding_type == "rope":
+    if position_embedding_type == "rope" and not config.multi_latent_attention:
         rotary = RotaryEmbedding(
             config.kv_channels,
             rotary_percent,
             rotary_interleaved=config.rotary_interleaved,
             rotary_base=rotary_base,
         )
-    spec = layer_spec or token_slice_layer_spec(config)
+    specs = [
+        layer_spec or token_slice_layer_spec(config, layer_number=number, balance_over=balance_over)
+        for number in range(1, config.num_layers + 1)
+    ]
     embedding = {"vocab_size": vocab_size, "seq_length": seq_length}
     layers: list[LayerSpec] = [
         _embedding_spec(config, tied_head, position_embedding_type, **embedding)
     ]
     layers += [
         LayerSpec(GPTTransformerLayer, config, spec, layer_number=number, rotary=rotary)
-        for number in range(1, config.num_layers + 1)
+        for number, spec in enumerate(specs, start=1)
     ]
-    layers.append(LayerSpec(GPTFinalNorm, config, spec))
+    layers.append(LayerSpec(GPTFinalNorm, config, specs[-1]))
     if tied_head:
         # The last stage's copy has no positions: it serves as the output layer alone.
         layers.append(
@@ -139,12 +155,19 @@ def gpt_pipeline(
         seed_fn=_seed_everything,
         base_seed=seed,
         partition_method=partition_method,
-        activation_checkpoint_interval=activation_checkpoint_interval,
+        activation_checkpoint_interval=interval,
         # megatron's own: it restores megatron's random states too, which attention dropout uses.
-        activation_checkpoint_func=_checkpoint,
+        activation_checkpoint_func=checkpoint,
         checkpointable_layers=[GPTTransformerLayer.__name__],
     )
-    setattr(module, ATTRIBUTE, _adapter(config, loss_fn, loss_is_token_mean))
+    recompute_first_layers(module, config)
+    adapter = _adapter(
+        config,
+        loss_is_token_mean=loss_fn is None if loss_is_token_mean is None else loss_is_token_mean,
+        packs_documents=packs_documents,
+        balance_over=balance_over,
+    )
+    setattr(module, ATTRIBUTE, adapter)
     sum_over_tensor_ranks(module)
     _count_once_in_norm(module)
     # Seeding by layer was for the weights; PipelineModule would go on and do it in every forward.
@@ -158,22 +181,50 @@ def gpt_pipeline(
 
 
 def batch(
-    tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    tokens: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor | None = None,
+    *,
+    starts: Tensor | None = None,
+    reset_position_ids: bool = True,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """What the data iterator yields for one micro-batch.
 
     Args:
         tokens: ``[b, L]``.
         labels: ``[b, L]``.
         loss_mask: ``[b, L]``, 0 where a token does not count in the loss; all count if None.
+        starts: of packed documents, see :func:`document_starts`; for a model that
+            ``packs_documents``. megatron's ``reset_attention_mask``.
+        reset_position_ids: whether positions start anew with each document.
 
     Returns:
-        ``((tokens, position_ids), (labels, loss_mask))``.
+        ``((tokens, position_ids), (labels, loss_mask))``, and the starts after the positions.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if loss_mask is None:
         loss_mask = torch.ones_like(tokens, dtype=torch.float32)
-    return (tokens, positions), (labels, loss_mask)
+    if starts is None:
+        return (tokens, positions), (labels, loss_mask)
+    if reset_position_ids:
+        positions = positions - starts
+    return (tokens, positions, starts), (labels, loss_mask)
+
+
+def document_starts(tokens: Tensor, *, eod: int) -> Tensor:
+    """Where each token's document starts, if documents end with a token of their own.
+
+    Args:
+        tokens: ``[b, L]``.
+        eod: the token that ends a document, as a part of it.
+
+    Returns:
+        ``[b, L]`` int64: for each token the place in its sequence of its document's first token.
+    """
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    first = torch.zeros_like(tokens, dtype=torch.bool)
+    first[:, 1:] = tokens[:, :-1] == eod
+    return (places * first).cummax(dim=1).values
 
 
 def token_mean_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
@@ -197,128 +248,30 @@ def token_mean_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
-class GPTEmbedding(LanguageModelEmbedding):
-    """The first layer: word and, where they are learned, position embeddings."""
+def checkpoint_interval(config: TransformerConfig, interval: int) -> int:
+    """``activation_checkpoint_interval``, from megatron's full recomputation too.
 
-    def __init__(
-        self, config: TransformerConfig, *, vocab_size: int, seq_length: int, positions: str
-    ) -> None:
-        super().__init__(config, vocab_size, seq_length, position_embedding_type=positions)
-        self.to(config.params_dtype)
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        """Embeds ``(tokens, position_ids)``, each ``[b, l]``, as ``[l, b, h]``."""
-        tokens, position_ids = inputs
-        return super().forward(tokens, position_ids)
-
-    splits_backward = False
-    """Whether the tied output layer puts its weight's gradient off."""
-
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """The tied output layer: ``[l, b, h]`` to ``[l, b, v]``."""
-        weight = self.word_embeddings.weight
-        product = split_linear if self.splits_backward and weight.requires_grad else _linear
-        return product(
-            hidden_states,
-            weight,
-            gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
-            allreduce_dgrad=parallel_state.get_tensor_model_parallel_world_size() > 1
-            and not self.config.sequence_parallel,
-            sequence_parallel=self.config.sequence_parallel,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-        )
-
-
-class GPTTransformerLayer(torch.nn.Module):
-    """A transformer layer that takes and gives one tensor, as ``PipelineModule`` layers do."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        spec: ModuleSpec,
-        *,
-        layer_number: int,
-        rotary: RotaryEmbedding | None,
-    ) -> None:
-        super().__init__()
-        self.layer: TransformerLayer = build_module(spec, config=config, layer_number=layer_number)
-        self.to(config.params_dtype)
-        # In a tuple, so that it is not registered: all layers of the stage share it.
-        self._rotary = (rotary,)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[l, b, h]`` to ``[l, b, h]``; under sequence parallelism a share of ``l``."""
-        output, _ = self.layer(
-            hidden_states,
-            attention_mask=None,
-            rotary_pos_emb=self._rotary_table(hidden_states),
-        )
-        return output
-
-    def _rotary_table(self, hidden_states: Tensor) -> Tensor | None:
-        """The angles of the whole sequence, of which the layer takes its slice's."""
-        (rotary,) = self._rotary
-        if rotary is None:
-            return None
-        current = get_current_slice()
-        if current is not None:
-            return rotary(current.tokens.total)
-        config = self.layer.config
-        # Under sequence parallelism the layer is given this rank's share of the tokens.
-        shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        return rotary(shares * hidden_states.shape[0])
-
-
-class GPTFinalNorm(torch.nn.Module):
-    """The normalisation after the last layer, of the same kind as the layers'."""
-
-    def __init__(self, config: TransformerConfig, spec: ModuleSpec) -> None:
-        super().__init__()
-        self.norm = build_module(
-            spec.submodules.input_layernorm,
-            config=config,
-            hidden_size=config.hidden_size,
-            eps=config.layernorm_epsilon,
-        )
-        self.to(config.params_dtype)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[l, b, h]`` to ``[l, b, h]``."""
-        return self.norm(hidden_states)
-
-
-class GPTHead(torch.nn.Module):
-    """An output layer with weights of its own."""
-
-    def __init__(self, config: TransformerConfig, *, vocab_size: int) -> None:
-        super().__init__()
-        self.output_layer = ColumnParallelLinear(
-            config.hidden_size,
-            vocab_size,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            skip_bias_add=False,
-            gather_output=False,
-        )
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[l, b, h]`` to ``[l, b, v]``."""
-        logits, _ = self.output_layer(hidden_states)
-        return logits
-
-
-def _checkpoint(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """megatron's checkpoint, also where no input needs a gradient (after a frozen embedding).
-
-    Without one that does, it would detach the segment, and its layers would not train.
+    Raises:
+        ConfigError: if both are asked for.
     """
-    if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
-        tensors = tuple(
-            tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
-            for tensor in tensors
+    if config.recompute_granularity != "full":
+        return interval
+    if interval:
+        raise ConfigError(
+            f"activation_checkpoint_interval: found {interval} with recompute_granularity 'full', "
+            "allowed is one of them; drop activation_checkpoint_interval, or "
+            "recompute_granularity"
         )
-    return tensor_parallel.checkpoint(function, False, *tensors)
+    return config.recompute_num_layers if config.recompute_method == "uniform" else 0
+
+
+def recompute_first_layers(module: PipelineModule, config: TransformerConfig) -> None:
+    """megatron's ``recompute_method`` ``"block"``: the first layers of every stage, one by one."""
+    if config.recompute_granularity != "full" or config.recompute_method != "block":
+        return
+    layers = [layer for layer in module.forward_funcs if isinstance(layer, GPTTransformerLayer)]
+    for layer in layers[: config.recompute_num_layers]:
+        layer.recomputes = True
 
 
 def _check_stage(module: PipelineModule) -> None:
@@ -333,12 +286,6 @@ def _check_stage(module: PipelineModule) -> None:
                 "allowed is true (DeepSpeed's non-reentrant checkpoint does not restore megatron's "
                 "random states); change pipeline.use_reentrant, or set attention_dropout to 0"
             )
-
-
-def _linear(inputs: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-    return tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
-        inputs, weight, bias=None, **kwargs
-    )
 
 
 def _embedding_spec(
@@ -365,22 +312,26 @@ def _embedding_spec(
 
 def _adapter(
     config: TransformerConfig,
-    loss_fn: Callable[..., Tensor] | None,
-    loss_is_token_mean: bool | None,
+    *,
+    loss_is_token_mean: bool,
+    packs_documents: bool,
+    balance_over: BalanceOver,
 ) -> SequenceAdapter:
-    if loss_is_token_mean is None:
-        loss_is_token_mean = loss_fn is None
+    starts = (_BATCH_FIRST,) if packs_documents else ()
+    has_experts = config.num_moe_experts is not None
     return SequenceAdapter(
-        inputs=(_BATCH_FIRST, _BATCH_FIRST),
+        inputs=(_BATCH_FIRST, _BATCH_FIRST, *starts),
         labels=(_BATCH_FIRST, _BATCH_FIRST),
-        boundary=(_SEQUENCE_FIRST,),
+        boundary=(_SEQUENCE_FIRST, *starts),
         output=_SEQUENCE_FIRST,
         mean_over_valid_tokens=loss_is_token_mean,
         token_weights=lambda labels: labels[1],
         check=_check_stage,
         multiple_of=config.tensor_model_parallel_size if config.sequence_parallel else 1,
         split_backward=split_backward,
-        keep_random_state=_keep_random_state,
+        keep_random_state=_keep_states,
+        balances_micro_batch=balance_over == "micro_batch" and balances_micro_batch(config),
+        scale_auxiliary_losses=MoEAuxLossAutoScaler.set_loss_scale if has_experts else None,
     )
 
 
@@ -393,14 +344,18 @@ def split_backward(module: torch.nn.Module) -> None:
 
 
 @contextmanager
-def _keep_random_state() -> Iterator[None]:
-    """Puts the states of megatron's tracker back."""
+def _keep_states() -> Iterator[None]:
+    """Puts megatron's random states back, and its record of auxiliary losses."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = tracker.get_states()
+    recorded = get_moe_layer_wise_logging_tracker()
+    values = {name: record["values"].clone() for name, record in recorded.items()}
     try:
         yield
     finally:
         tracker.set_states(states)
+        for name, record in recorded.items():
+            record["values"].copy_(values.get(name, torch.zeros_like(record["values"])))
 
 
 def _count_once_in_norm(module: PipelineModule) -> None:

@@ -2,12 +2,14 @@
 
 Read from megatron-core 0.16.1. The seam is ``SelfAttentionSubmodules.core_attention``: it receives
 queries, keys and values after QK norm and rotary positions, so a core attention that keeps the
-context of earlier slices is all that a layer needs besides the right rows of the rotary table.
+context of earlier slices is all that a layer needs besides the right rows of the rotary table. A
+layer of experts has a router that balances over slices.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +18,8 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +30,8 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..runtime.attention import causal_attention
 from ..runtime.kv_context import get_current_slice
+from .experts import BalanceOver, TokenSliceRouter
+from .refuse import check_config, mask_refusal
 
 
 class TokenSliceCoreAttention(torch.nn.Module):
@@ -49,6 +55,7 @@ class TokenSliceCoreAttention(torch.nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
@@ -59,8 +66,10 @@ class TokenSliceCoreAttention(torch.nn.Module):
         )
         # apply_query_key_layer_scaling divides the scores by the layer's number and multiplies them
         # again inside the softmax, in fp32, where every kernel here works anyway.
-        self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        width = k_channels or config.kv_channels
+        self.scale = 1 / math.sqrt(width) if softmax_scale is None else softmax_scale
         self.window = _window(config, layer_number)
+        self.softmax_offset = _softmax_offset(config)
 
     def forward(
         self,
@@ -77,21 +86,31 @@ class TokenSliceCoreAttention(torch.nn.Module):
         Args:
             query: ``[l, b, heads, d]``, the slice's own.
             key: ``[l, b, query groups, d]``, the slice's own, positions applied.
-            value: ``[l, b, query groups, d]``, the slice's own.
+            value: ``[l, b, query groups, d]``, the slice's own; its ``d`` may differ.
+            attention_mask: None, or for packed sequences ``[b, l]`` int64: for each of the slice's
+                tokens the place in the sequence where its document starts, which is the first
+                token that it sees.
+            attention_bias: added to the scores, ``[1 or b, 1 or heads, L, L]`` of the whole
+                sequence.
 
         Returns:
             ``[l, b, heads * d]``.
 
         Raises:
-            ConfigError: for a mask, a bias or packed sequences, which would not be applied.
+            ConfigError: for a mask of another kind, or megatron's ``thd`` packing, which would not
+                be applied.
         """
         mask_type = attn_mask_type or self.attn_mask_type
-        if mask_type is not AttnMaskType.causal or attention_mask is not None:
-            raise ConfigError(_mask_refusal(mask_type, attention_mask))
-        if attention_bias is not None or packed_seq_params is not None:
+        starts = attention_mask
+        if mask_type is not AttnMaskType.causal or (
+            starts is not None and (starts.dtype != torch.int64 or starts.dim() != 2)
+        ):
+            raise ConfigError(mask_refusal(mask_type, attention_mask))
+        if packed_seq_params is not None:
             raise ConfigError(
-                "attention: found an attention bias or packed sequences, allowed is plain causal "
-                'attention; drop them, or set "terapipe": {"enabled": false}'
+                "packed_seq_params: found some, allowed are sequences [b, L] whose document starts "
+                "are given (gpt_pipeline's packs_documents); change how documents are packed, or "
+                'set "terapipe": {"enabled": false}'
             )
         dropout_p = self.dropout_p if self.training else 0.0
         # As megatron's own attention: each tensor-parallel rank drops weights of its own heads.
@@ -105,6 +124,9 @@ class TokenSliceCoreAttention(torch.nn.Module):
                 scale=self.scale,
                 dropout_p=dropout_p,
                 window=self.window,
+                starts=starts,
+                bias=attention_bias,
+                offset=self.softmax_offset,
             )
         return output.reshape(*output.shape[:2], -1)
 
@@ -116,6 +138,24 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
         return None
     before, _ = config.window_size
     return before if before >= 0 else None
+
+
+def _softmax_offset(config: TransformerConfig) -> Tensor | torch.nn.Parameter | None:
+    """A logit for each of this rank's heads that takes a share of its softmax, as in megatron's
+    ``DotProductAttention``."""
+    if config.softmax_type == "vanilla":
+        return None
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    offset = torch.zeros(heads, device=torch.cuda.current_device(), dtype=config.params_dtype)
+    if config.softmax_type == "off-by-one":
+        return offset
+    parameter = torch.nn.Parameter(offset)
+    if config.perform_initialization:
+        with get_cuda_rng_tracker().fork():
+            config.init_method(parameter)
+    # Each rank's own heads.
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return parameter
 
 
 class TokenSliceTransformerLayer(TransformerLayer):
@@ -140,22 +180,61 @@ class TokenSliceTransformerLayer(TransformerLayer):
         return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
+class TokenSliceLatentAttention(MLASelfAttention):
+    """megatron's multi-latent attention, which looks its rotary positions up by itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb = _SliceOfRotary(self.rotary_pos_emb)
+
+
+class _SliceOfRotary(torch.nn.Module):
+    """Gives a slice its rows of a rotary table.
+
+    Args:
+        whole: megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
+    """
+
+    def __init__(self, whole: torch.nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+        self.get_rotary_seq_len = whole.get_rotary_seq_len
+
+    def forward(self, length: int, **kwargs: Any) -> Any:
+        """``[l, 1, 1, d]``, and yarn's factor where there is one."""
+        current = get_current_slice()
+        if current is None:
+            return self.whole(length, **kwargs)
+        found = self.whole(current.tokens.total, **kwargs)
+        rows = current.tokens.as_slice
+        return (found[0][rows], *found[1:]) if isinstance(found, tuple) else found[rows]
+
+
 def token_slice_layer_spec(
     config: TransformerConfig,
     *,
+    layer_number: int = 1,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    balance_over: BalanceOver = "micro_batch",
 ) -> ModuleSpec:
     """megatron-core's local GPT layer with a core attention that keeps the context of slices.
 
     Args:
-        config: megatron's configuration; normalisation, QK layernorm, grouped queries, gated MLP
-            and biases are taken from it.
+        config: megatron's configuration; normalisation, QK layernorm, grouped queries, latent
+            attention, gated MLP, experts and biases are taken from it.
+        layer_number: the layer, from 1; with ``moe_layer_freq`` some layers have no experts.
         attn_mask_type: of the self-attention.
+        balance_over: what experts' auxiliary losses compare, see ``TokenSliceRouter``.
     """
+    has_experts = _has_experts(config, layer_number)
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts if has_experts else None,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            moe_use_legacy_grouped_gemm=config.moe_use_legacy_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
             qk_l2_norm=config.qk_l2_norm,
+            multi_latent_attention=config.multi_latent_attention,
             normalization=config.normalization,
         )
     )
@@ -163,17 +242,29 @@ def token_slice_layer_spec(
     attention = spec.submodules.self_attention
     attention.params = {**attention.params, "attn_mask_type": attn_mask_type}
     attention.submodules.core_attention = TokenSliceCoreAttention
+    if config.multi_latent_attention:
+        attention.module = TokenSliceLatentAttention
+    if has_experts:
+        spec.submodules.mlp.submodules.router = functools.partial(
+            TokenSliceRouter, balance_over=balance_over
+        )
     if config.sequence_parallel:
         # Without apex, megatron's local norm is torch's, which it refuses under this setting.
-        for submodules, name in (
-            (spec.submodules, "input_layernorm"),
-            (spec.submodules, "pre_mlp_layernorm"),
-            (attention.submodules, "q_layernorm"),
-            (attention.submodules, "k_layernorm"),
-        ):
-            if getattr(submodules, name) is WrappedTorchNorm:
-                setattr(submodules, name, SequenceParallelNorm)
+        for submodules in (spec.submodules, attention.submodules):
+            for name, module in vars(submodules).items():
+                if module is WrappedTorchNorm:
+                    setattr(submodules, name, SequenceParallelNorm)
     return spec
+
+
+def _has_experts(config: TransformerConfig, layer_number: int) -> bool:
+    """As ``get_gpt_decoder_layer_specs`` reads ``moe_layer_freq``."""
+    if config.num_moe_experts is None:
+        return False
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, int):
+        return (layer_number - 1) % pattern == 0
+    return bool(pattern[layer_number - 1])
 
 
 class SequenceParallelNorm:
@@ -191,58 +282,6 @@ class SequenceParallelNorm:
         return norm
 
 
-# Settings whose attention or loss would be wrong in slices so far: name, the value that is right,
-# and why. docs/composability.md lists them.
-_REFUSED = (
-    ("context_parallel_size", 1, "context parallelism cuts sequences in another way"),
-    ("num_moe_experts", None, "experts are not supported with token slices yet"),
-    ("multi_latent_attention", False, "it is not supported with token slices yet"),
-    ("mtp_num_layers", None, "multi-token prediction looks across the ends of slices"),
-    ("softmax_type", "vanilla", "a softmax offset is not supported with token slices yet"),
-    ("attention_output_gate", False, "it is not supported with token slices yet"),
-    ("qk_clip", False, "attention kernels here give no largest logits"),
-    ("log_max_attention_logit", False, "attention kernels here give no largest logits"),
-    ("experimental_attention_variant", None, "only softmax attention is supported"),
-    ("linear_attention_freq", None, "only softmax attention is supported"),
-    ("heterogeneous_block_specs", False, "all layers are built from one spec"),
-    ("mrope_section", None, "multimodal rotary positions are not supported"),
-    ("calculate_per_token_loss", False, "the loss is a mean over a micro-batch's valid tokens"),
-    ("cuda_graph_impl", "none", "a captured graph would repeat one slice's positions"),
-    ("enable_cuda_graph", False, "a captured graph would repeat one slice's positions"),
-    ("external_cuda_graph", False, "a captured graph would repeat one slice's positions"),
-    ("cpu_offloading", False, "it is not supported with token slices yet"),
-    ("fp8", None, "it is not supported with token slices yet"),
-    ("fp4", None, "it is not supported with token slices yet"),
-)
-
-
-def check_config(config: TransformerConfig) -> None:
-    """Raises for settings of megatron's configuration that cannot be sliced correctly.
-
-    Raises:
-        ConfigError: names the setting, what was found and what is allowed.
-    """
-    if getattr(config, "recompute_granularity", None) == "full":
-        raise ConfigError(
-            "recompute_granularity: found 'full', allowed are 'selective' and None, since "
-            "DeepSpeed recomputes whole layers here; use activation_checkpoint_interval"
-        )
-    window = getattr(config, "window_size", None)
-    if window is not None and window[1] != 0:
-        raise ConfigError(
-            f"window_size: found {window}, allowed is a window that ends at the token itself, "
-            f"({window[0]}, 0), since a slice cannot see later tokens; change window_size, or set "
-            '"terapipe": {"enabled": false}'
-        )
-    for name, allowed, reason in _REFUSED:
-        found = getattr(config, name, allowed)
-        if found != allowed:
-            raise ConfigError(
-                f"{name}: found {found!r}, allowed is {allowed!r} ({reason}); change {name}, or "
-                'set "terapipe": {"enabled": false}'
-            )
-
-
 def check_layers(module: torch.nn.Module) -> None:
     """Raises if a layer of this stage cannot be sliced correctly.
 
@@ -255,7 +294,7 @@ def check_layers(module: torch.nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, TokenSliceCoreAttention):
             if layer.attn_mask_type is not AttnMaskType.causal:
-                raise ConfigError(_mask_refusal(layer.attn_mask_type, None))
+                raise ConfigError(mask_refusal(layer.attn_mask_type, None))
             check_config(layer.config)
         elif isinstance(layer, TransformerLayer):
             core = getattr(layer.self_attention, "core_attention", None)
@@ -266,12 +305,17 @@ def check_layers(module: torch.nn.Module) -> None:
                     "attention, allowed is TokenSliceTransformerLayer with "
                     "TokenSliceCoreAttention; build the spec with token_slice_layer_spec"
                 )
-
-
-def _mask_refusal(mask_type: AttnMaskType, mask: Tensor | None) -> str:
-    found = f"attn_mask_type {mask_type.name}" if mask is None else "an attention_mask tensor"
-    return (
-        f"attention: found {found}, allowed is AttnMaskType.causal without a mask tensor, because "
-        "a slice cannot see later tokens; change the layer spec's attn_mask_type, or set "
-        '"terapipe": {"enabled": false}'
-    )
+        elif isinstance(layer, Router) and not isinstance(layer, TokenSliceRouter):
+            raise ConfigError(
+                f"layer_spec: found {type(layer).__name__} as router, allowed is TokenSliceRouter, "
+                "whose auxiliary losses add up over slices; build the spec with "
+                "token_slice_layer_spec"
+            )
+        elif isinstance(layer, MLASelfAttention) and not isinstance(
+            layer, TokenSliceLatentAttention
+        ):
+            raise ConfigError(
+                f"layer_spec: found {type(layer).__name__}, allowed is TokenSliceLatentAttention, "
+                "whose positions are those of the slice; build the spec with "
+                "token_slice_layer_spec"
+            )

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 import torch.distributed
 from megatron.core import parallel_state
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
-
-_QUERY_KEY_NORMS = ("q_layernorm", "k_layernorm")
 
 
 def sum_over_tensor_ranks(module: nn.Module) -> None:
@@ -26,9 +25,18 @@ def sum_over_tensor_ranks(module: nn.Module) -> None:
 
 
 def _partial(module: nn.Module) -> Iterator[nn.Parameter]:
-    for name, parameter in module.named_parameters():
-        of_heads = any(part in _QUERY_KEY_NORMS for part in name.split("."))
-        if parameter.requires_grad and (getattr(parameter, "sequence_parallel", False) or of_heads):
+    of_heads = {
+        parameter
+        for layer in module.modules()
+        # Latent attention's norms see all of a token, whatever the rank's heads are.
+        if isinstance(layer, SelfAttention)
+        for norm in (layer.q_layernorm, layer.k_layernorm)
+        if norm is not None
+        for parameter in norm.parameters()
+    }
+    for parameter in module.parameters():
+        shares_tokens = getattr(parameter, "sequence_parallel", False)
+        if parameter.requires_grad and (shares_tokens or parameter in of_heads):
             yield parameter
 
 

@@ -64,7 +64,11 @@ class SequenceAdapter:
         split_backward: changes the layers of a stage so that they put their weights' gradients off,
             for schedules that split the backward; plain ``torch.nn.Linear`` layers do if None.
         keep_random_state: a context manager that puts random states back, other than torch's own,
-            where the model has any.
+            and whatever else a forward changes besides buffers, where the model has any.
+        balances_micro_batch: whether a term of the loss compares all sequences of a micro-batch, so
+            that they cannot be cut into groups.
+        scale_auxiliary_losses: takes what a loss is multiplied with before its backward, where
+            layers add terms to the loss that the engine does not see.
     """
 
     inputs: Sequence[Dims]
@@ -77,6 +81,8 @@ class SequenceAdapter:
     multiple_of: int = 1
     split_backward: Callable[[torch.nn.Module], None] | None = None
     keep_random_state: Callable[[], AbstractContextManager[None]] | None = None
+    balances_micro_batch: bool = False
+    scale_auxiliary_losses: Callable[[Tensor], None] | None = None
 
     def batch_shape(self, tensors: Tensors, dims: Sequence[Dims]) -> tuple[int, int]:
         """(sequences, tokens) of a loaded micro-batch's inputs or labels.

@@ -12,6 +12,7 @@ the result is ``[l, b, n, d]``.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +37,9 @@ def causal_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     window: int | None = None,
+    starts: Tensor | None = None,
+    bias: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> Tensor:
     """Causal self-attention of the current slice, its context included.
 
@@ -45,36 +49,93 @@ def causal_attention(
         owner: the attention module, which names the KV context.
         query: ``[l, b, n, d]``, positions already applied.
         key: the slice's own keys ``[l, b, g, d]``.
-        value: the slice's own values ``[l, b, g, d]``.
+        value: the slice's own values ``[l, b, g, d]``; their ``d`` may differ.
         scale: factor of the scores, ``1 / sqrt(d)`` if None.
         dropout_p: dropout probability of the attention weights.
         window: how many tokens before itself a token sees; all of them if None.
+        starts: ``[b, l]``, for each token the first token of the sequence that it sees; 0 if None.
+        bias: ``[1 or b, 1 or n, L, L]`` of the whole sequence, added to the scores.
+        offset: ``[n]``, the logit of one more key, whose value is 0.
 
     Returns:
-        ``[l, b, n, d]``.
+        ``[l, b, n, d]``, ``d`` as the values'.
     """
     current = get_current_slice()
-    if current is None:
-        return sdpa(query, key, value, scale=scale, dropout_p=dropout_p, window=window)
-    if window is not None and window >= current.tokens.stop - 1:
+    if current is None or current.is_whole:
+        sight = Sight(window=window, starts=starts, bias=bias, offset=offset)
+        return attend(query, key, value, sight, scale=scale, dropout_p=dropout_p)
+    tokens = current.tokens
+    if window is not None and window >= tokens.stop - 1:
         window = None
-    splits = window is None and split_supports(query, value, dropout_p=dropout_p)
-    if current.tokens.start > 0 and splits:
+    is_plain = window is None and starts is None and bias is None and offset is None
+    if tokens.start > 0 and is_plain and split_supports(query, value, dropout_p=dropout_p):
         return split(query, extend_split(owner, key, value, current), scale=scale)
     # The first token that any of the slice's tokens sees.
-    first = 0 if window is None else max(0, current.tokens.start - window)
+    first = 0 if window is None else max(0, tokens.start - window)
     keys, values = extend(owner, key, value, current, first=first)
-    return sdpa(query, keys, values, scale=scale, dropout_p=dropout_p, window=window)
+    sight = Sight(
+        window=window,
+        starts=None if starts is None else starts - first,
+        bias=None if bias is None else bias[..., tokens.as_slice, first : tokens.stop],
+        offset=offset,
+    )
+    return attend(query, keys, values, sight, scale=scale, dropout_p=dropout_p)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What queries see of the keys, beside causality.
+
+    Attributes:
+        window: how many keys before its own a query sees; all of them if None.
+        starts: ``[b, l]``, the first key that a query sees; 0 if None.
+        bias: ``[1 or b, 1 or n, l, t]``, added to the scores.
+        offset: ``[n]``, the logit of one more key, whose value is 0.
+    """
+
+    window: int | None = None
+    starts: Tensor | None = None
+    bias: Tensor | None = None
+    offset: Tensor | None = None
+
+    def mask(self, length: int, total: int, device: torch.device) -> Tensor:
+        """``[l, t]`` or ``[b, 1, l, t]``, true where a query may look."""
+        mask = _bottom_right_mask(length, total, device, self.window)
+        if self.starts is None:
+            return mask
+        keys = torch.arange(total, device=device)
+        return mask & (keys >= self.starts[:, None, :, None])
+
+
+_CAUSAL = Sight()
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight = _CAUSAL,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """The fastest kernel that can do it: torch's fused one, or plain math.
+
+    Plain math where the softmax has an offset, or the bias a gradient: fused kernels have neither.
+    """
+    learns_bias = sight.bias is not None and sight.bias.requires_grad
+    kernel = plain_math if sight.offset is not None or learns_bias else sdpa
+    return kernel(query, key, value, sight, scale=scale, dropout_p=dropout_p)
 
 
 def plain_math(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sight: Sight = _CAUSAL,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    window: int | None = None,
 ) -> Tensor:
     """The reference: scores, bottom-right causal mask, softmax, weighted values."""
     length, total = query.shape[0], key.shape[0]
@@ -82,9 +143,13 @@ def plain_math(
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    mask = _bottom_right_mask(length, total, query.device, window)
-    scores = scores.masked_fill(~mask, -math.inf)
-    weights = functional.dropout(scores.softmax(-1), dropout_p)
+    if sight.bias is not None:
+        scores = scores + sight.bias
+    scores = scores.masked_fill(~sight.mask(length, total, query.device), -math.inf)
+    if sight.offset is not None:
+        one_more = sight.offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, one_more], dim=-1)
+    weights = functional.dropout(scores.softmax(-1)[..., :total], dropout_p)
     return (weights @ v).permute(2, 0, 1, 3)
 
 
@@ -92,21 +157,13 @@ def sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sight: Sight = _CAUSAL,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    window: int | None = None,
 ) -> Tensor:
     """torch's fused attention; on CUDA its flash kernel is bottom-right causal without a mask."""
-    length, total = query.shape[0], key.shape[0]
-    mask: Any = None
-    if window is not None and window < total - 1:
-        mask = _bottom_right_mask(length, total, query.device, window)
-    elif length != total:
-        if query.is_cuda:
-            mask = causal_lower_right(length, total)
-        else:
-            mask = _bottom_right_mask(length, total, query.device)
+    mask = _fused_mask(query, key, sight)
     output = functional.scaled_dot_product_attention(
         *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
         attn_mask=mask,
@@ -116,6 +173,22 @@ def sdpa(
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return output.permute(2, 0, 1, 3)
+
+
+def _fused_mask(query: Tensor, key: Tensor, sight: Sight) -> Any:
+    """The mask of torch's fused attention; None where it needs none."""
+    length, total = query.shape[0], key.shape[0]
+    if sight.bias is not None:
+        hidden = ~sight.mask(length, total, query.device)
+        return sight.bias.to(query.dtype).masked_fill(hidden, -math.inf)
+    seen = sight.window is not None and sight.window < total - 1
+    if seen or sight.starts is not None:
+        return sight.mask(length, total, query.device)
+    if length == total:
+        return None
+    if query.is_cuda:
+        return causal_lower_right(length, total)
+    return _bottom_right_mask(length, total, query.device)
 
 
 def split_supports(query: Tensor, value: Tensor, *, dropout_p: float) -> bool:

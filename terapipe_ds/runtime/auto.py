@@ -91,6 +91,12 @@ class AutoPlans:
         """What planned lengths are multiples of: as the block asks, and as the model needs."""
         return math.lcm(self._engine.terapipe.granularity, self._engine._adapter.multiple_of)
 
+    @property
+    def _one_group(self) -> bool:
+        """Whether all sequences of a micro-batch have to go together."""
+        engine = self._engine
+        return engine._loss_mode != "per_slice" or engine._adapter.balances_micro_batch
+
     def make(
         self, shapes: Sequence[BatchShape], inputs: list[Tensors], labels: list[Tensors]
     ) -> None:
@@ -133,8 +139,8 @@ class AutoPlans:
         engine = self._engine
         if (found.stages, found.schedule) != (engine.num_stages, engine.terapipe.schedule):
             yield f"it is for {found.stages} stages and {found.schedule}"
-        if engine._loss_mode != "per_slice" and len(found.scheme) > 1:
-            yield "it has several groups, this run a loss of the whole sequence"
+        if self._one_group and len(found.scheme) > 1:
+            yield "it has several groups, this run a loss of the whole micro-batch"
         unit = engine._adapter.multiple_of
         if any(length % unit for group in found.scheme.groups for length in group.lengths):
             yield f"its slices are not multiples of {unit}"
@@ -194,7 +200,7 @@ class AutoPlans:
             micro_batches=engine.micro_batches,
             memory_bytes=_memory_limit(engine),
             # A loss of the whole sequence cannot be computed before all groups are through.
-            group_sizes=None if engine._loss_mode == "per_slice" else [sequences],
+            group_sizes=[sequences] if self._one_group else None,
             least_gain=_WORTHWHILE,
         )
         return chosen.to_dict()
@@ -243,7 +249,7 @@ class AutoPlans:
         engine = self._engine
         sequences, tokens = shape
         granularity = self._granularity
-        sizes = [sequences] if engine._loss_mode != "per_slice" else _group_sizes(sequences)
+        sizes = [sequences] if self._one_group else _group_sizes(sequences)
         found = Measurements(chains(tokens, sequences=sizes, granularity=granularity))
         with _undisturbed(engine):
             received = self._probe(shape, inputs)

@@ -43,6 +43,7 @@ from ..scheme import SliceScheme, SlicesSetting
 from .adapter import Tensors, adapter_of, as_tuple, cloned
 from .agreement import agree, error_of, settings
 from .auto import CHECKPOINT_KEY, AutoPlans
+from .auxiliary import scale_auxiliary_losses, scaled_loss
 from .boundary import Boundary
 from .channel import Peer, RecvChannel, SendChannel, links
 from .deepspeed_seams import autocast_if_enabled, default_store
@@ -112,6 +113,7 @@ class TokenSliceEngine(PipelineEngine):
             self._tracer = Tracer(self, block.trace, block.trace_steps)
         if splits_backward(block.schedule):
             (self._adapter.split_backward or split_linear_layers)(module)
+        scale_auxiliary_losses(self)
         self._auto = AutoPlans(self) if block.slices == "auto" else None
 
     def _make_channels(self) -> None:
@@ -304,7 +306,7 @@ class TokenSliceEngine(PipelineEngine):
                 for sequences, tokens in shapes
             ]
         for scheme in schemes:
-            check_loss_fits(mode, scheme)
+            check_loss_fits(mode, scheme, balances_micro_batch=self._adapter.balances_micro_batch)
         return schemes
 
     def _schedule(self, schedule: str, micro_batches: int, slices: list[int]) -> TokenSliceSchedule:
@@ -510,11 +512,7 @@ class TokenSliceEngine(PipelineEngine):
                 work()
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
-        """As ``DeepSpeedEngine.backward`` does before it runs a loss's backward."""
-        loss = loss / self.gradient_accumulation_steps()
-        if isinstance(self.optimizer, ZeROOptimizer):
-            return cast(Tensor, self.optimizer.scale_if_loss(loss))
-        return loss
+        return scaled_loss(self, loss)
 
     def _exec_send_grad(self, micro_batch: int, slice: int) -> None:
         step = self._current_step()

@@ -11,15 +11,17 @@ alone, and a recomputed forward writes the same values again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, TeraPipeError
 from ..scheme import TokenRange
+
+Kept = TypeVar("Kept")
 
 
 class LayerKV:
@@ -83,11 +85,17 @@ class LayerKV:
 
 
 class SequenceContext:
-    """The K and V of all layers of this stage for the sequences of one micro-batch."""
+    """What the layers of this stage keep for the sequences of one group: K and V, and more.
 
-    def __init__(self) -> None:
+    Args:
+        share: the group's share of the sequences of its micro-batch.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        self.share = share
         self._layers: dict[int, LayerKV] = {}
         self._forwarded: dict[int, int] = {}
+        self._kept: dict[Hashable, Any] = {}
 
     def layer(self, owner: object, key: Tensor, value: Tensor, current: CurrentSlice) -> LayerKV:
         """The buffers of one attention module, made when its first slice comes.
@@ -109,6 +117,12 @@ class SequenceContext:
             self._forwarded[name] = current.tokens.start
         return layer
 
+    def keep(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """Something of a layer's own that its slices share; made when it is first asked for."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return cast(Kept, self._kept[key])
+
     def layers(self) -> list[LayerKV]:
         """The buffers of all layers so far."""
         return list(self._layers.values())
@@ -128,6 +142,16 @@ class CurrentSlice:
     context: SequenceContext
     backward: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the slice is a whole sequence."""
+        return self.tokens.length == self.tokens.total
+
+    @property
+    def weight(self) -> float:
+        """The slice's share of its micro-batch's tokens."""
+        return self.context.share * self.tokens.length / self.tokens.total
+
 
 # A global, not a thread-local: on CUDA, autograd runs a recomputed forward in a thread of its own.
 _current: CurrentSlice | None = None
@@ -141,8 +165,6 @@ def get_current_slice() -> CurrentSlice | None:
 class current_slice:  # noqa: N801 - used as a context manager, cheaper than a generator
     """Marks the slice for the forward, or the backward with its recomputation, inside.
 
-    A slice that is the whole sequence needs no context and is not marked.
-
     Args:
         tokens: of the slice.
         context: the K and V of its micro-batch.
@@ -154,8 +176,7 @@ class current_slice:  # noqa: N801 - used as a context manager, cheaper than a g
     def __init__(
         self, tokens: TokenRange, context: SequenceContext, *, backward: bool = False
     ) -> None:
-        whole = tokens.length == tokens.total
-        self._slice = None if whole else CurrentSlice(tokens, context, backward)
+        self._slice = CurrentSlice(tokens, context, backward)
 
     def __enter__(self) -> None:
         global _current

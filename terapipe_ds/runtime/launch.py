@@ -12,6 +12,7 @@ from deepspeed.pipe import PipelineModule
 from ..config import BLOCK, TeraPipeConfig, read_block
 from ..errors import ConfigError, TeraPipeError
 from .agreement import agree
+from .auxiliary import scale_auxiliary_losses
 from .deepspeed_seams import check_seams, load_ds_config, pipeline_engine_is
 from .engine import TokenSliceEngine
 
@@ -37,7 +38,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     elif error is not None:
         raise error
     if block is None or not block.enabled:
-        return deepspeed.initialize(*args, **kwargs)
+        made = deepspeed.initialize(*args, **kwargs)
+        # So that a model trains alike with and without the block.
+        scale_auxiliary_losses(made[0])
+        return made
     check_seams()
     with pipeline_engine_is(TokenSliceEngine):
         return deepspeed.initialize(*args, **kwargs)

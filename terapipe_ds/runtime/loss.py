@@ -39,14 +39,22 @@ def choose_loss(setting: str, adapter: SequenceAdapter) -> str:
     return setting
 
 
-def check_loss_fits(mode: str, scheme: SliceScheme) -> None:
+def check_loss_fits(mode: str, scheme: SliceScheme, *, balances_micro_batch: bool = False) -> None:
     """Raises where no order of slices allows the loss; every rank calls it.
 
     The first group's backward would need the last group's forward, for the loss of both.
 
     Raises:
-        ConfigError: for a whole-sequence loss over several groups.
+        ConfigError: for a whole-sequence loss, or an auxiliary loss over the micro-batch, with
+            several groups.
     """
+    if balances_micro_batch and mode != "outputs" and len(scheme) > 1:
+        raise ConfigError(
+            f"terapipe.slices: found {len(scheme)} groups in a micro-batch, allowed is one group, "
+            "since the experts' auxiliary loss compares all its sequences; let terapipe.slices be "
+            "lengths or a count, lower train_micro_batch_size_per_gpu, or build the model with "
+            'balance_over="slice"'
+        )
     if mode == "whole_sequence" and len(scheme) > 1:
         raise ConfigError(
             f"terapipe.loss: found a whole-sequence loss with {len(scheme)} groups in a "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..schedule.order import Action
-from ..scheme import Group, SliceScheme, TokenRange
+from ..scheme import SliceScheme, TokenRange
 from .adapter import Tensors
 from .channel import Slot
 from .kv_context import SequenceContext
@@ -24,6 +24,7 @@ class GroupState:
         index: its place among that micro-batch's groups.
         rows: its sequences.
         ranges: the tokens of each slice.
+        share: of the micro-batch's sequences.
         context: the K and V of its earlier slices.
         inputs: the stage's inputs of each slice in flight.
         outputs: the stage's outputs of each slice in flight.
@@ -35,15 +36,15 @@ class GroupState:
     index: int
     rows: slice
     ranges: list[TokenRange]
-    context: SequenceContext = field(default_factory=SequenceContext)
+    share: float = 1.0
+    context: SequenceContext = field(init=False)
     inputs: dict[int, Tensors] = field(default_factory=dict)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     output_grads: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     owed: dict[int, list[Work]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, micro_batch: int, index: int, rows: slice, group: Group) -> GroupState:
-        return cls(micro_batch, index, rows, group.ranges())
+    def __post_init__(self) -> None:
+        self.free_context()
 
     @property
     def sequences(self) -> int:
@@ -51,7 +52,7 @@ class GroupState:
 
     def free_context(self) -> None:
         """Drops the K and V, and dK and dV, of all layers."""
-        self.context = SequenceContext()
+        self.context = SequenceContext(self.share)
 
     def release(self) -> None:
         """Frees the context and whatever slices still hold."""
@@ -82,7 +83,13 @@ class StepState:
 
     def __post_init__(self) -> None:
         self.groups = [
-            GroupState.of(micro_batch, index, rows, group)
+            GroupState(
+                micro_batch,
+                index,
+                rows,
+                group.ranges(),
+                share=group.sequences / scheme.sequences,
+            )
             for micro_batch, scheme in enumerate(self.schemes)
             for index, (rows, group) in enumerate(zip(scheme.rows(), scheme.groups, strict=True))
         ]

@@ -22,13 +22,29 @@ CHOICES: dict[str, list[Any]] = {
     "precision": ["exact", "bf16", "fp16"],
     "zero": [0, 1],
     "micro_batches": [1, 3],
-    "positions": ["learned_absolute", "rope"],
+    "positions": ["learned_absolute", "rope", "none"],
     "style": ["gpt2", "llama"],
-    "query_groups": [4, 2],
+    "query_groups": [4, 2, 1],
+    "attention": ["plain", "latent", "gate", "learnable", "off-by-one"],
     "qk_layernorm": [False, True],
     "window": [None, 5],
+    "documents": [False, True],
+    "experts": ["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "all"],
     "tied_head": [True, False],
-    "recompute": ["none", "reentrant", "non-reentrant", "selective"],
+    "recompute": [
+        "none",
+        "reentrant",
+        "non-reentrant",
+        "uniform",
+        "block",
+        "core_attn",
+        "mlp",
+        "layernorm",
+        "mla_up_proj",
+        "moe",
+        "shared_experts",
+    ],
+    "dropout": [0.0, 0.1],
     "loss": ["auto", "whole_sequence"],
     "clipping": [0.0, 0.3],
     "sequence_parallel": [False, True],
@@ -50,10 +66,14 @@ class Draw:
     positions: str
     style: str
     query_groups: int
+    attention: str
     qk_layernorm: bool
     window: int | None
+    documents: bool
+    experts: str
     tied_head: bool
     recompute: str
+    dropout: float
     loss: str
     clipping: float
     sequence_parallel: bool
@@ -63,13 +83,14 @@ class Draw:
         """Of parameters after two steps, relative to the largest."""
         if self.precision != "exact":
             return 0.1
-        # Vocab-parallel cross entropy is fp32 inside.
         return 1e-12 if self.is_fp64 else 2e-5
 
     @property
     def is_fp64(self) -> bool:
         """Whether nothing in this setting is fp32 inside."""
-        return self.precision == "exact" and self.tensor == 1 and self.zero == 0
+        # Vocab-parallel cross entropy is, and the probabilities of experts are.
+        exact = self.tensor == 1 and self.zero == 0 and self.experts == "none"
+        return self.precision == "exact" and exact
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -102,20 +123,49 @@ def _draw(
     for name, options in CHOICES.items():
         weights = [1 / (1 + seen.get((name, option), 0)) ** 2 for option in options]
         chosen[name] = chance.choices(options, weights)[0]
+    _make_possible(chosen, pipe, tensor)
+    for name, value in chosen.items():
+        seen[name, value] = seen.get((name, value), 0) + 1
+    unit = tensor if chosen["sequence_parallel"] else 1
+    one_group = chosen["loss"] == "whole_sequence" or chosen["experts"] in _OVER_MICRO_BATCH
+    groups = 1 if one_group else chance.choice([1, 1, 2])
+    cuts = [_cut(chance, unit) for _ in range(groups)]
+    slices = cuts[0] if groups == 1 else [[1, cut] for cut in cuts]
+    return Draw(pipe, tensor, data, slices, **chosen)
+
+
+# These compare all sequences of a micro-batch, which then go together.
+_OVER_MICRO_BATCH = ("aux_loss", "global_aux_loss", "all")
+
+
+def _make_possible(chosen: dict[str, Any], pipe: int, tensor: int) -> None:
+    """Changes what does not go together in DeepSpeed or megatron-core, slices or not."""
+    has_experts = chosen["experts"] != "none"
     if tensor == 1:
         chosen["sequence_parallel"] = False
+    elif has_experts:
+        chosen["sequence_parallel"] = True
+    if chosen["query_groups"] % tensor:
+        chosen["query_groups"] = tensor
+    if has_experts:
+        # Experts have no biases.
+        chosen["style"] = "llama"
+    elif chosen["recompute"] in ("moe", "shared_experts"):
+        chosen["recompute"] = "core_attn"
+    if chosen["recompute"] == "mlp" and (has_experts or chosen["style"] != "llama"):
+        chosen["recompute"] = "core_attn"
+    if chosen["attention"] == "latent":
+        chosen["query_groups"] = 4
+        chosen["window"] = None
+    elif chosen["recompute"] == "mla_up_proj":
+        chosen["recompute"] = "core_attn"
+    if chosen["dropout"] and chosen["recompute"] == "non-reentrant":
+        chosen["recompute"] = "reentrant"
     if chosen["precision"] == "fp16":
         chosen["zero"] = 1
     if chosen["precision"] == "exact" and chosen["zero"] and pipe == 4:
         # A stage of norm and head alone has nothing to share.
         chosen["zero"] = 0
-    for name, value in chosen.items():
-        seen[name, value] = seen.get((name, value), 0) + 1
-    unit = tensor if chosen["sequence_parallel"] else 1
-    groups = 1 if chosen["loss"] == "whole_sequence" else chance.choice([1, 1, 2])
-    cuts = [_cut(chance, unit) for _ in range(groups)]
-    slices = cuts[0] if groups == 1 else [[1, cut] for cut in cuts]
-    return Draw(pipe, tensor, data, slices, **chosen)
 
 
 def _cut(chance: random.Random, unit: int) -> list[int]:

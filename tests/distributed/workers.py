@@ -182,10 +182,17 @@ class Reference:
 def reference_runs(listed: list[Case]) -> dict[str, Reference]:
     """Plain torch on one process: no DeepSpeed engine, no slices, attention by plain math."""
     initialize_distributed()
-    megatron_core.causal_attention = lambda owner, *tensors, **kwargs: attention.plain_math(
-        *tensors, **kwargs
-    )
+    megatron_core.causal_attention = plainly
     return {case.name: _reference(case) for case in listed}
+
+
+def plainly(
+    _: Any, *tensors: Tensor, scale: float | None, dropout_p: float, **sight: Any
+) -> Tensor:
+    """``causal_attention`` by plain math, for sequences that are not cut."""
+    return attention.plain_math(
+        *tensors, attention.Sight(**sight), scale=scale, dropout_p=dropout_p
+    )
 
 
 def _reference(case: Case) -> Reference:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from terapipe_ds.runtime import attention
 from terapipe_ds.runtime.attention import (
+    Sight,
     causal_attention,
     plain_math,
     sdpa,
@@ -153,7 +154,7 @@ def test_slices(
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_slices_in_a_window(heads: tuple[int, int], window: int, lengths: list[int]) -> None:
     *qkv, grad = tensors(heads, torch.float64)
-    expected = run(lambda *args: plain_math(*args, window=window), qkv, grad)
+    expected = run(lambda *args: plain_math(*args, Sight(window=window)), qkv, grad)
     assert_close(run_slices(lengths, qkv, grad, window=window), expected, 1e-13)
     whole = run(lambda *args: causal_attention(object(), *args, window=window), qkv, grad)
     assert_close(whole, expected, 1e-13)
@@ -164,7 +165,7 @@ def test_a_window_is_that_of_megatron(window: int) -> None:
     """``get_sliding_window_causal_mask`` of (window, 0): its own token and so many before."""
     queries = 5
     query, key, value, _ = tensors((4, 4), torch.float64, queries=queries)
-    found = plain_math(query, key, value, window=window)
+    found = plain_math(query, key, value, Sight(window=window))
     for row in range(queries):
         token = TOTAL - queries + row
         seen = slice(max(0, token - window), token + 1)
@@ -175,9 +176,9 @@ def test_a_window_is_that_of_megatron(window: int) -> None:
 def test_a_slice_reads_no_more_context_than_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def counted(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    def counted(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(key.shape[0])
-        return sdpa(query, key, value, **kwargs)
+        return sdpa(query, key, *args, **kwargs)
 
     monkeypatch.setattr(attention, "sdpa", counted)
     *qkv, grad = tensors((4, 2), torch.float64)

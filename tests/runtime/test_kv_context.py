@@ -181,7 +181,7 @@ def test_extend_split_hands_on_context_and_own_tokens() -> None:
 
 def test_release_frees_the_buffers() -> None:
     """What the engine does after slice 0's backward and after evaluation."""
-    group = GroupState.of(0, 0, slice(0, SEQUENCES), Group(SEQUENCES, tuple(LENGTHS)))
+    group = GroupState(0, 0, slice(0, SEQUENCES), Group(SEQUENCES, tuple(LENGTHS)).ranges())
     owner = object()
     outputs = []
     for tokens in RANGES:
@@ -373,14 +373,10 @@ def test_mark_is_restored_after_an_exception() -> None:
     assert get_current_slice() is None
 
 
-def test_a_slice_that_is_the_whole_sequence_is_not_marked() -> None:
+def test_a_slice_that_is_the_whole_sequence_keeps_no_context() -> None:
     context = SequenceContext()
     query, key, value = random(3, TOTAL, SEQUENCES, HEADS, WIDTH)
-    with (
-        current_slice(RANGES[0], SequenceContext()),
-        current_slice(TokenRange(0, TOTAL, TOTAL), context),
-    ):
-        assert get_current_slice() is None
+    with current_slice(TokenRange(0, TOTAL, TOTAL), context):
         output = causal_attention(object(), query, key, value)
     assert len(context) == 0
     assert (output - plain_math(query, key, value)).abs().max() <= 1e-14
