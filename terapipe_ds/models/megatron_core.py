@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    get_cuda_rng_tracker,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -32,6 +36,7 @@ from ..runtime.attention import causal_attention
 from ..runtime.kv_context import get_current_slice
 from .experts import BalanceOver, TokenSliceRouter
 from .refuse import check_config, mask_refusal
+from .tensor_parallel_grads import summed
 
 
 class TokenSliceCoreAttention(torch.nn.Module):
@@ -186,6 +191,27 @@ class TokenSliceLatentAttention(MLASelfAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rotary_pos_emb = _SliceOfRotary(self.rotary_pos_emb)
+        if self.config.tensor_model_parallel_size > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._whole_latents)
+
+    def _whole_latents(self, _: Any, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """Gathers the latents of all ranks, and sums the gradients of the keys' positions.
+
+        All heads use these positions. megatron's own gathering, which this comes before, gives each
+        rank only the gradient of its own heads (0.16.1, local spec).
+        """
+        latents, bias = output
+        latents = gather_from_tensor_model_parallel_region(latents)
+        if self.config.sequence_parallel:
+            # From here on megatron does as with layers that are not cut: it gathers the tokens.
+            return scatter_to_sequence_parallel_region(latents), bias
+        width = self.config.kv_lora_rank
+        positions = latents[..., width:].clone()
+        if positions.requires_grad:
+            # megatron's copy_to_tensor_model_parallel_region loses the sum where the gradient is
+            # not contiguous, as here.
+            positions.register_hook(summed)
+        return torch.cat([latents[..., :width], positions], dim=-1), bias
 
 
 class _SliceOfRotary(torch.nn.Module):

@@ -21,7 +21,7 @@ def sum_over_tensor_ranks(module: nn.Module) -> None:
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
     for parameter in _partial(module):
-        parameter.register_hook(_summed)
+        parameter.register_hook(summed)
 
 
 def _partial(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -40,7 +40,8 @@ def _partial(module: nn.Module) -> Iterator[nn.Parameter]:
             yield parameter
 
 
-def _summed(gradient: Tensor) -> Tensor:
+def summed(gradient: Tensor) -> Tensor:
+    """A gradient, summed over tensor-parallel ranks."""
     gradient = gradient.clone()
     torch.distributed.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
     return gradient
