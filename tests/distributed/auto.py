@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
 
 import terapipe_ds
 from terapipe_ds.errors import ConfigError
@@ -19,6 +23,7 @@ from terapipe_ds.runtime.profiler import run_chain
 
 from . import toy
 from .behaviour import assert_same, assert_same_gradients, small_gpt
+from .features import ALL_BALANCED
 from .workers import batches, engine_of, initialize_distributed, keep_gradients
 
 # The few slices that a fit cannot do without are timed; steady numbers are not needed here.
@@ -42,22 +47,31 @@ def forced(shape: tuple[int, int], lengths: list[int]) -> None:
     auto_plans.plan = plan
 
 
-def exact(cache: Path, extra: dict[str, Any], dropout: float) -> None:
+def exact(cache: Path, extra: dict[str, Any], dropout: float, experts: bool) -> None:
     """An auto engine trains as one that was given the same slices: bit for bit, dropout included.
 
-    So profiling leaves no trace: not in gradients, optimizers' hooks or random states.
+    So profiling leaves no trace: not in gradients, optimizers' hooks, random states, or in what
+    megatron logs of experts.
     """
     start(cache)
     forced((2, 48), [20, 16, 12])
     found = []
     for block in (AUTO, {"slices": [20, 16, 12], "timeout_s": 60}):
-        engine = engine_of(small_gpt(dropout=dropout), 2, block, **extra)
+        config = ALL_BALANCED if experts else {}
+        engine = engine_of(small_gpt(dropout=dropout, config=dict(config)), 2, block, **extra)
+        clear_aux_losses_tracker()
         kept = keep_gradients(engine)
         losses = [engine.train_batch(iter(batches(2, seed=seed))).item() for seed in (1, 3)]
         parameters = [parameter.detach() for parameter in engine.module.parameters()]
-        found.append((losses, kept, parameters))
-    (losses, kept, parameters), (expected_losses, expected, expected_parameters) = found
+        logged = {
+            name: record["values"].tolist()
+            for name, record in get_moe_layer_wise_logging_tracker().items()
+        }
+        found.append((losses, kept, parameters, logged))
+    (losses, kept, parameters, log), (expected_losses, expected, expected_parameters, other) = found
     assert losses == expected_losses
+    assert log == other
+    assert experts == any(sum(values) > 0 for values in log.values())
     for mine, theirs in zip(kept, expected, strict=True):
         # ZeRO-1 keeps gradients in buffers of its own: parameters must do there.
         if theirs:

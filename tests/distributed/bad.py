@@ -95,6 +95,13 @@ def bad_input(kind: str) -> None:
 
     elif kind == "whole sequence of groups":
         block.update(slices=[[1, [48]], [1, [40, 8]]], loss="whole_sequence")
+    elif kind == "groups that balance":
+        block.update(slices=[[1, [48]], [1, [40, 8]]])
+
+        def build() -> Any:
+            experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.1, "add_bias_linear": False}
+            return small_gpt(config=experts)
+
     elif kind == "stages":
 
         def build() -> Any:

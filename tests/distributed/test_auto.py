@@ -12,24 +12,29 @@ from . import auto
 from .ranks import run_ranks
 
 BF16 = {"bf16": {"enabled": True}}
+ZERO1_BF16 = {
+    **BF16,
+    "zero_optimization": {"stage": 1},
+    "zero_allow_untested_optimizer": True,
+}
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("world", "extra", "dropout"),
+    ("world", "extra", "dropout", "experts"),
     [
-        (1, {}, 0.0),
-        (2, {}, 0.1),
-        (2, BF16 | {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}, 0.1),
-        (2, BF16, 0.0),
-        (4, {}, 0.0),
+        (1, {}, 0.0, False),
+        (2, {}, 0.1, True),
+        (2, ZERO1_BF16, 0.1, False),
+        (2, BF16, 0.0, False),
+        (4, {}, 0.0, False),
     ],
 )
 def test_profiling_leaves_no_trace(
-    world: int, extra: dict[str, Any], dropout: float, folder: Path
+    world: int, extra: dict[str, Any], dropout: float, experts: bool, folder: Path
 ) -> None:
-    run_ranks(auto.exact, world, folder, folder / "cache", extra, dropout)
+    run_ranks(auto.exact, world, folder, folder / "cache", extra, dropout, experts)
 
 
 def test_all_ranks_have_the_plan_and_costs_are_cached(folder: Path) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from terapipe_ds.errors import ConfigError
+from terapipe_ds.models.experts import balances_micro_batch
+from terapipe_ds.models.gpt import checkpoint_interval
 from terapipe_ds.models.megatron_core import (
     TokenSliceCoreAttention,
     TokenSliceTransformerLayer,
-    check_config,
+    check_layers,
     token_slice_layer_spec,
 )
+from terapipe_ds.models.refuse import check_config
 from terapipe_ds.models.without_cuda import prepare_megatron
 
 
@@ -33,47 +38,138 @@ def attention(mask_type: AttnMaskType = AttnMaskType.causal, **kwargs: Any) -> A
     )
 
 
+def changed(**values: Any) -> TransformerConfig:
+    """A configuration with values that megatron's own checks might not let pass here."""
+    made = config()
+    for name, value in values.items():
+        assert hasattr(made, name), f"megatron-core has no {name}"
+        setattr(made, name, value)
+    return made
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("context_parallel_size", 2),
-        ("num_moe_experts", 4),
-        ("multi_latent_attention", True),
         ("mtp_num_layers", 1),
+        ("expert_model_parallel_size", 2),
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_enable_routing_replay", True),
         ("window_size", (8, 1)),
-        ("softmax_type", "learnable"),
-        ("attention_output_gate", True),
         ("qk_clip", True),
+        ("log_max_attention_logit", True),
         ("experimental_attention_variant", "dsa"),
+        ("linear_attention_freq", 2),
         ("heterogeneous_block_specs", True),
         ("mrope_section", [1, 2, 1]),
         ("calculate_per_token_loss", True),
         ("cuda_graph_impl", "local"),
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+        ("cpu_offloading", True),
+        ("fine_grained_activation_offloading", True),
         ("fp8", "hybrid"),
+        ("fp4", "e2m1"),
     ],
 )
 def test_settings_that_cannot_be_sliced_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: found .* allowed is .*; change {name}, or"):
-        check_config(SimpleNamespace(**{name: value}))  # type: ignore[arg-type]
+        check_config(changed(**{name: value}))
 
 
-def test_recompute_of_whole_layers_is_deepspeeds() -> None:
-    with pytest.raises(ConfigError, match="use activation_checkpoint_interval"):
-        check_config(SimpleNamespace(recompute_granularity="full"))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
+            "^moe_router_load_balancing_type: found 'sinkhorn', allowed are 'aux_loss'",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+            "^moe_router_load_balancing_type: found 'sinkhorn', allowed are 'aux_loss'",
+        ),
+        (
+            {"num_moe_experts": 4, "tensor_model_parallel_size": 2},
+            "^sequence_parallel: found False with num_moe_experts 4 and tensor_model_parallel_size "
+            "2, allowed is True",
+        ),
+        (
+            {"multi_latent_attention": True, "apply_rope_fusion": True},
+            "^apply_rope_fusion: found True with multi_latent_attention, allowed is False",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(changed(**values))
+
+
+def test_both_recomputations_of_whole_layers() -> None:
+    full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+    assert checkpoint_interval(full, 0) == 2
+    assert checkpoint_interval(config(), 3) == 3
+    with pytest.raises(ConfigError, match=r"^activation_checkpoint_interval: found 1 with recomp"):
+        checkpoint_interval(full, 1)
 
 
 def test_megatrons_defaults_are_accepted() -> None:
     check_config(config())
+    check_config(config(num_moe_experts=4, moe_aux_loss_coeff=0.1, add_bias_linear=False))
+
+
+@pytest.mark.parametrize(
+    ("types", "weights", "expected"),
+    [
+        ("aux_loss", 0.1, True),
+        ("aux_loss", 0.0, False),
+        ("seq_aux_loss", 0.1, False),
+        (["seq_aux_loss", "global_aux_loss"], [0.1, 0.1], True),
+        (["seq_aux_loss", "global_aux_loss"], [0.1, 0.0], False),
+    ],
+)
+def test_which_losses_need_a_whole_micro_batch(types: Any, weights: Any, expected: bool) -> None:
+    made = changed(
+        num_moe_experts=4, moe_router_load_balancing_type=types, moe_aux_loss_coeff=weights
+    )
+    assert balances_micro_batch(made) is expected
+    assert not balances_micro_batch(config())
+
+
+def test_which_layers_have_experts() -> None:
+    experts = {"num_moe_experts": 4, "add_bias_linear": False}
+
+    def found(**values: Any) -> list[bool]:
+        made = config(**values)
+        specs = [token_slice_layer_spec(made, layer_number=number) for number in (1, 2)]
+        return [spec.submodules.mlp.module is MoELayer for spec in specs]
+
+    assert found() == [False, False]
+    assert found(**experts) == [True, True]
+    assert found(**experts, moe_layer_freq=2) == [True, False]
+    assert found(**experts, moe_layer_freq=[0, 1]) == [False, True]
+
+
+def test_layers_of_megatrons_own_are_refused() -> None:
+    class Stage(torch.nn.Module):
+        def __init__(self, layer: type[torch.nn.Module]) -> None:
+            super().__init__()
+            # As if megatron had built it; what is in it does not matter.
+            self.layer = layer.__new__(layer)
+            torch.nn.Module.__init__(self.layer)
+
+    for layer, name in ((TopKRouter, "TokenSliceRouter"), (MLASelfAttention, "TokenSliceLatent")):
+        with pytest.raises(ConfigError, match=f"^layer_spec: found .*allowed is {name}"):
+            check_layers(Stage(layer))
 
 
 def test_a_mask_is_refused_rather_than_ignored() -> None:
     tensors = [torch.zeros(3, 1, 4, 8) for _ in range(3)]
-    with pytest.raises(ConfigError, match="found an attention_mask tensor"):
+    with pytest.raises(ConfigError, match=r"found an attention_mask of shape \(1, 1, 3, 3\)"):
         attention()(*tensors, torch.zeros(1, 1, 3, 3, dtype=torch.bool))
     with pytest.raises(ConfigError, match="found attn_mask_type padding"):
         attention()(*tensors, None, attn_mask_type=AttnMaskType.padding)
-    with pytest.raises(ConfigError, match="found an attention bias or packed sequences"):
-        attention()(*tensors, None, attention_bias=torch.zeros(1))
+    with pytest.raises(ConfigError, match=r"^packed_seq_params: found some"):
+        attention()(*tensors, None, packed_seq_params=object())
 
 
 def test_scale() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +63,13 @@ def run(kernel: Callable[..., Tensor], qkv: list[Tensor], grad: Tensor) -> list[
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
-def run_slices(lengths: list[int], qkv: list[Tensor], grad: Tensor, **options: Any) -> list[Tensor]:
+def run_slices(
+    lengths: list[int],
+    qkv: list[Tensor],
+    grad: Tensor,
+    starts: Tensor | None = None,
+    **options: Any,
+) -> list[Tensor]:
     """As :func:`run`, slice by slice: forward first to last, backward last to first."""
     ranges = SliceScheme([(SEQUENCES, lengths)]).groups[0].ranges()
     context, owner = SequenceContext(), object()
@@ -72,6 +79,8 @@ def run_slices(lengths: list[int], qkv: list[Tensor], grad: Tensor, **options: A
     ]
     outputs = []
     for tokens, own in zip(ranges, leaves, strict=True):
+        if starts is not None:
+            options["starts"] = starts[:, tokens.as_slice]
         with current_slice(tokens, context):
             outputs.append(causal_attention(owner, *own, **options))
     for tokens, output in reversed(list(zip(ranges, outputs, strict=True))):
@@ -184,6 +193,77 @@ def test_a_slice_reads_no_more_context_than_its_window(monkeypatch: pytest.Monke
     *qkv, grad = tensors((4, 2), torch.float64)
     run_slices([5, 3, 4], qkv, grad, window=2)
     assert seen == [5, 2 + 3, 2 + 4]
+
+
+def seen_by_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None = None,
+    starts: Tensor | None = None,
+    bias: Tensor | None = None,
+    offset: Tensor | None = None,
+) -> Tensor:
+    """Attention of whole sequences spelled out, a token, a sequence and a head at a time."""
+    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=query.dtype)
+    repeats = query.shape[2] // key.shape[2]
+    rows = []
+    for row, b, head in itertools.product(*map(range, query.shape[:3])):
+        first = 0 if starts is None else int(starts[b, row])
+        if window is not None:
+            first = max(first, row - window)
+        seen = slice(first, row + 1)
+        scores = key[seen, b, head // repeats] @ query[row, b, head] / math.sqrt(query.shape[-1])
+        if bias is not None:
+            scores = scores + bias[b % len(bias), head % bias.shape[1], row, seen]
+        weights = scores.exp()
+        total = weights.sum() + (0 if offset is None else offset[head].exp())
+        rows.append((weights / total) @ value[seen, b, head // repeats])
+    return torch.stack(rows).view_as(output)
+
+
+STARTS = torch.tensor([[0] * 4 + [4] * 5 + [9] * 3, [0] * 6 + [6] * 6])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sight",
+    [
+        {"starts": STARTS},
+        {"starts": STARTS, "window": 3},
+        {"bias": torch.linspace(-2, 2, 4 * TOTAL * TOTAL).view(1, 4, TOTAL, TOTAL).double()},
+        {"bias": torch.linspace(-2, 2, 2 * TOTAL * TOTAL).view(2, 1, TOTAL, TOTAL).double()},
+        {"offset": torch.tensor([0.0, 1.0, -1.0, 2.0]).double(), "window": 4},
+        {
+            "starts": STARTS,
+            "bias": torch.linspace(2, -2, TOTAL * TOTAL).view(1, 1, TOTAL, TOTAL).double(),
+            "offset": torch.tensor([0.0, 1.0, -1.0, 2.0]).double(),
+        },
+    ],
+    ids=lambda sight: "+".join(sight),
+)
+def test_what_a_slice_sees(
+    sight: dict[str, Any], heads: tuple[int, int], lengths: list[int]
+) -> None:
+    *qkv, grad = tensors(heads, torch.float64)
+    expected = run(lambda *args: seen_by_rows(*args, **sight), qkv, grad)
+    assert_close(run_slices(lengths, qkv, grad, **sight), expected, 1e-13)
+    whole = run(lambda *args: causal_attention(object(), *args, **sight), qkv, grad)
+    assert_close(whole, expected, 1e-13)
+
+
+@pytest.mark.parametrize("name", ["bias", "offset"])
+def test_what_is_learnt_of_a_slices_sight(name: str) -> None:
+    """The gradients of a bias and of an offset, which all slices share, add up."""
+    *qkv, grad = tensors((4, 2), torch.float64)
+    shape = (1, 4, TOTAL, TOTAL) if name == "bias" else (4,)
+    learnt = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    seen_by_rows(*qkv, **{name: learnt}).backward(grad)
+    expected, learnt.grad = learnt.grad, None
+    run_slices([5, 3, 4], qkv, grad, **{name: learnt})
+    assert (learnt.grad - expected).abs().max() <= 1e-13
 
 
 def test_slices_with_large_scores() -> None:
