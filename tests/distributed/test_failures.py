@@ -33,7 +33,7 @@ BAD_INPUT = {
     "no adapter": r"found ToyPipeline without an adapter, .*token_slice_adapter",
     "per_slice of another loss": r'terapipe\.loss: found "per_slice" .*"whole_sequence"',
     "whole sequence of groups": r"whole-sequence loss with 2 groups",
-    "groups that balance": r"terapipe.slices: found 2 groups in a micro-batch, allowed is one group",
+    "groups that balance": r"terapipe.slices: found 2 groups in a micro-batch, allowed is one",
     "stages": r"found 2 stages for 1 pipeline layers",
     "not a pipeline": r"model: found Linear, allowed is a deepspeed PipelineModule",
 }
