@@ -188,6 +188,26 @@ def several_tensors_cross() -> None:
         assert_same_gradients(kept[0], expected[0])
 
 
+def torch_autocast() -> None:
+    """DeepSpeed's ``torch_autocast``: as without slices, and not as without it.
+
+    Stock on one stage; on two it cannot send the toy's constant table.
+    """
+    initialize_distributed()
+    stages = torch.distributed.get_world_size()
+    settings = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    found = []
+    whole = None if stages == 1 else {"slices": 1}
+    for block, extra in ((whole, settings), ({"slices": [5, 12, 7]}, settings), (whole, {})):
+        engine = engine_of(toy.toy_pipeline(stages, ties=False), 2, block, **extra)
+        engine.train_batch(iter(toy.toy_batches(2)))
+        found.append({name: p.detach() for name, p in engine.module.named_parameters()})
+    stock, sliced, exact = found
+    assert_same_gradients(sliced, stock, tolerance=1e-3)
+    gap, _ = workers.worst(exact, stock)
+    assert gap > 1e-6, "autocast made no difference"
+
+
 def tied_weights() -> dict[str, Tensor]:
     """After 5 steps, the copies of two tied layers."""
     initialize_distributed()

@@ -100,6 +100,8 @@ def _module(draw: Draw, topology: Any) -> Any:
             "v_head_dim": 6,
             "rope_type": "yarn" if draw.positions == "none" else "rope",
         }
+    if " " in draw.positions and not latent:
+        settings["no_rope_freq"] = 2
     if draw.attention in ("learnable", "off-by-one"):
         settings["softmax_type"] = draw.attention
     config = (MLATransformerConfig if latent else TransformerConfig)(
@@ -127,7 +129,7 @@ def _module(draw: Draw, topology: Any) -> Any:
         vocab_size=cases.VOCAB,
         seq_length=cases.SEQ_LENGTH,
         topology=topology,
-        position_embedding_type=draw.positions,
+        position_embedding_type=draw.positions.split()[0],
         tied_head=draw.tied_head,
         loss_fn=workers.mean_loss if draw.is_fp64 else None,
         loss_is_token_mean=True,
@@ -168,13 +170,17 @@ def _experts(draw: Draw) -> dict[str, Any]:
         "moe_aux_loss_coeff": [0.0 if loss == "none" else 0.5 for loss in losses],
         "moe_z_loss_coeff": 0.1 if draw.experts in ("z_loss", "all") else None,
         "moe_shared_expert_intermediate_size": 16,
+        "moe_input_jitter_eps": draw.dropout or None,
         "moe_token_dispatcher_type": "alltoall" if draw.zero else "allgather",
         "moe_router_score_function": "sigmoid" if draw.tied_head else "softmax",
     }
 
 
 def _settings(draw: Draw) -> dict[str, Any]:
-    settings: dict[str, Any] = {"gradient_clipping": draw.clipping}
+    settings: dict[str, Any] = {
+        "gradient_clipping": draw.clipping,
+        "prescale_gradients": draw.prescale,
+    }
     # Stock shares what crosses between the tensor-parallel ranks, as if all had the same.
     pipeline: dict[str, Any] = {"pipe_partitioned": False, "grad_partitioned": False}
     if draw.recompute.endswith("reentrant"):

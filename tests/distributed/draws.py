@@ -22,7 +22,7 @@ CHOICES: dict[str, list[Any]] = {
     "precision": ["exact", "bf16", "fp16"],
     "zero": [0, 1],
     "micro_batches": [1, 3],
-    "positions": ["learned_absolute", "rope", "none"],
+    "positions": ["learned_absolute", "rope", "rope on every second layer", "none"],
     "style": ["gpt2", "llama"],
     "query_groups": [4, 2, 1],
     "attention": ["plain", "latent", "gate", "learnable", "off-by-one"],
@@ -47,6 +47,7 @@ CHOICES: dict[str, list[Any]] = {
     "dropout": [0.0, 0.1],
     "loss": ["auto", "whole_sequence"],
     "clipping": [0.0, 0.3],
+    "prescale": [False, True],
     "sequence_parallel": [False, True],
 }
 
@@ -76,6 +77,7 @@ class Draw:
     dropout: float
     loss: str
     clipping: float
+    prescale: bool
     sequence_parallel: bool
 
     @property
@@ -140,25 +142,25 @@ _OVER_MICRO_BATCH = ("aux_loss", "global_aux_loss", "all")
 
 def _make_possible(chosen: dict[str, Any], pipe: int, tensor: int) -> None:
     """Changes what does not go together in DeepSpeed or megatron-core, slices or not."""
+    recompute = chosen["recompute"]
+    if recompute == "mla_up_proj":
+        chosen["attention"] = "latent"
+    if recompute in ("moe", "shared_experts") and chosen["experts"] == "none":
+        chosen["experts"] = "all"
+    if recompute == "mlp":
+        chosen["experts"], chosen["style"] = "none", "llama"
     has_experts = chosen["experts"] != "none"
     if tensor == 1:
         chosen["sequence_parallel"] = False
     elif has_experts:
         chosen["sequence_parallel"] = True
-    if chosen["query_groups"] % tensor:
-        chosen["query_groups"] = tensor
     if has_experts:
         # Experts have no biases.
         chosen["style"] = "llama"
-    elif chosen["recompute"] in ("moe", "shared_experts"):
-        chosen["recompute"] = "core_attn"
-    if chosen["recompute"] == "mlp" and (has_experts or chosen["style"] != "llama"):
-        chosen["recompute"] = "core_attn"
     if chosen["attention"] == "latent":
-        chosen["query_groups"] = 4
-        chosen["window"] = None
-    elif chosen["recompute"] == "mla_up_proj":
-        chosen["recompute"] = "core_attn"
+        chosen["query_groups"], chosen["window"] = 4, None
+    if chosen["query_groups"] % tensor:
+        chosen["query_groups"] = tensor
     if chosen["dropout"] and chosen["recompute"] == "non-reentrant":
         chosen["recompute"] = "reentrant"
     if chosen["precision"] == "fp16":

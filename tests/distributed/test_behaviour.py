@@ -37,6 +37,8 @@ pytestmark = pytest.mark.distributed
         (behaviour.goes_on_after_an_error, 2),
         (behaviour.goes_on_after_an_error, 4),
         (behaviour.bf16_zero1, 2),
+        (behaviour.torch_autocast, 1),
+        (behaviour.torch_autocast, 2),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
