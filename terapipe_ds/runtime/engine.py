@@ -72,10 +72,11 @@ class TokenSliceEngine(PipelineEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module, ds_config = kwargs["model"], kwargs["config_class"]
+        data = kwargs.get("training_data")
         block = read_block(ds_config._param_dict)
         if block is None:
             raise ConfigError('terapipe: found no "terapipe" block, allowed is a JSON object')
-        error = error_of(lambda: check_supported(block, module, ds_config))
+        error = error_of(lambda: check_supported(block, module, ds_config, data))
         if error is None and block.trace is not None:
             error = error_of(lambda: check_folder(block.trace))
         agree(settings(block, ds_config), error)
@@ -437,9 +438,12 @@ class TokenSliceEngine(PipelineEngine):
 
     def _collect(self, loss: MicroBatchLoss) -> None:
         """Adds a finished micro-batch to what ``train_batch`` and ``eval_batch`` report."""
+        outputs = None
+        if self.eval_return_logits or not self._compute_loss:
+            outputs = loss.take_outputs()
         if self.eval_return_logits:
-            self.outputs = loss.outputs()
-        self.loss = loss.value if self._compute_loss else loss.outputs()
+            self.outputs = outputs
+        self.loss = loss.value if self._compute_loss else outputs
         self.fwd_outputs.append(self.loss)
         if not self._compute_loss:
             return
