@@ -32,6 +32,7 @@ from ..runtime.kv_context import get_current_slice
 from .megatron_core import TokenSliceCoreAttention, check_layers, token_slice_layer_spec
 from .split_backward import split_linear, split_linear_layers
 from .tensor_parallel_grads import sum_over_tensor_ranks
+from .universal_checkpoint import describe_parameters
 from .without_cuda import prepare_megatron
 
 _TIED_KEY = "embedding"
@@ -146,6 +147,8 @@ def gpt_pipeline(
     )
     setattr(module, ATTRIBUTE, _adapter(config, loss_fn, loss_is_token_mean))
     sum_over_tensor_ranks(module)
+    if config.perform_initialization:  # without it, megatron leaves its marks out
+        describe_parameters(module)
     _count_once_in_norm(module)
     # Seeding by layer was for the weights; PipelineModule would go on and do it in every forward.
     module.seed_layers = False

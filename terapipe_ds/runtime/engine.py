@@ -45,6 +45,7 @@ from .agreement import agree, error_of, settings
 from .auto import CHECKPOINT_KEY, AutoPlans
 from .boundary import Boundary
 from .channel import Peer, RecvChannel, SendChannel, links
+from .checkpoints import check_loadable
 from .deepspeed_seams import autocast_if_enabled, default_store
 from .header import BatchShape, Pipeline, exchange_shapes
 from .kv_context import current_slice
@@ -187,12 +188,37 @@ class TokenSliceEngine(PipelineEngine):
             client_state[CHECKPOINT_KEY] = self._auto.state()
         return super().save_checkpoint(save_dir, tag=tag, client_state=client_state, **kwargs)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
         """As ``PipelineEngine.load_checkpoint``; takes the automatic plans that it was saved with.
 
         They are used instead of new ones, unless ``"replan"`` is set.
+
+        Raises:
+            ConfigError: on every rank, for a checkpoint that DeepSpeed would fail on or load
+                wrongly, such as one of another number of stages, unless it is for its weights.
         """
-        path, client_state = super().load_checkpoint(*args, **kwargs)
+        wanted = {
+            "load_optimizer_states": load_optimizer_states,
+            "load_module_only": load_module_only,
+        }
+        agree({}, error_of(lambda: check_loadable(self, load_dir, tag, **wanted)))
+        path, client_state = super().load_checkpoint(
+            load_dir,
+            tag=tag,
+            load_module_strict=load_module_strict,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            custom_load_fn=custom_load_fn,
+            **wanted,
+        )
         state = client_state.pop(CHECKPOINT_KEY, None) if client_state else None
         if self._auto is not None:
             self._auto.restore(state)
