@@ -35,6 +35,7 @@ from .gpt_layers import GPTEmbedding, GPTFinalNorm, GPTHead, GPTTransformerLayer
 from .megatron_core import TokenSliceCoreAttention, check_layers, token_slice_layer_spec
 from .split_backward import split_linear_layers
 from .tensor_parallel_grads import sum_over_tensor_ranks
+from .universal_checkpoint import describe_parameters
 from .without_cuda import prepare_megatron
 
 _TIED_KEY = "embedding"
@@ -169,6 +170,8 @@ def gpt_pipeline(
     )
     setattr(module, ATTRIBUTE, adapter)
     sum_over_tensor_ranks(module)
+    if config.perform_initialization:  # without it, megatron leaves its marks out
+        describe_parameters(module)
     _count_once_in_norm(module)
     # Seeding by layer was for the weights; PipelineModule would go on and do it in every forward.
     module.seed_layers = False

@@ -46,6 +46,7 @@ from .auto import CHECKPOINT_KEY, AutoPlans
 from .auxiliary import scale_auxiliary_losses, scaled_loss
 from .boundary import Boundary
 from .channel import Peer, RecvChannel, SendChannel, links
+from .checkpoints import check_loadable
 from .deepspeed_seams import autocast_if_enabled, default_store
 from .header import BatchShape, Pipeline, exchange_shapes
 from .kv_context import current_slice
@@ -73,10 +74,11 @@ class TokenSliceEngine(PipelineEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module, ds_config = kwargs["model"], kwargs["config_class"]
+        data = kwargs.get("training_data")
         block = read_block(ds_config._param_dict)
         if block is None:
             raise ConfigError('terapipe: found no "terapipe" block, allowed is a JSON object')
-        error = error_of(lambda: check_supported(block, module, ds_config))
+        error = error_of(lambda: check_supported(block, module, ds_config, data))
         if error is None and block.trace is not None:
             error = error_of(lambda: check_folder(block.trace))
         agree(settings(block, ds_config), error)
@@ -188,12 +190,37 @@ class TokenSliceEngine(PipelineEngine):
             client_state[CHECKPOINT_KEY] = self._auto.state()
         return super().save_checkpoint(save_dir, tag=tag, client_state=client_state, **kwargs)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
         """As ``PipelineEngine.load_checkpoint``; takes the automatic plans that it was saved with.
 
         They are used instead of new ones, unless ``"replan"`` is set.
+
+        Raises:
+            ConfigError: on every rank, for a checkpoint that DeepSpeed would fail on or load
+                wrongly, such as one of another number of stages, unless it is for its weights.
         """
-        path, client_state = super().load_checkpoint(*args, **kwargs)
+        wanted = {
+            "load_optimizer_states": load_optimizer_states,
+            "load_module_only": load_module_only,
+        }
+        agree({}, error_of(lambda: check_loadable(self, load_dir, tag, **wanted)))
+        path, client_state = super().load_checkpoint(
+            load_dir,
+            tag=tag,
+            load_module_strict=load_module_strict,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            custom_load_fn=custom_load_fn,
+            **wanted,
+        )
         state = client_state.pop(CHECKPOINT_KEY, None) if client_state else None
         if self._auto is not None:
             self._auto.restore(state)
@@ -439,9 +466,12 @@ class TokenSliceEngine(PipelineEngine):
 
     def _collect(self, loss: MicroBatchLoss) -> None:
         """Adds a finished micro-batch to what ``train_batch`` and ``eval_batch`` report."""
+        outputs = None
+        if self.eval_return_logits or not self._compute_loss:
+            outputs = loss.take_outputs()
         if self.eval_return_logits:
-            self.outputs = loss.outputs()
-        self.loss = loss.value if self._compute_loss else loss.outputs()
+            self.outputs = outputs
+        self.loss = loss.value if self._compute_loss else outputs
         self.fwd_outputs.append(self.loss)
         if not self._compute_loss:
             return

@@ -101,7 +101,7 @@ class MicroBatchLoss:
         labels: the micro-batch's labels.
         scheme: how the micro-batch is cut.
         mode: ``per_slice``, ``whole_sequence``, or ``outputs`` (evaluation without a loss).
-        keep_outputs: whether :meth:`outputs` will be called.
+        keep_outputs: whether :meth:`take_outputs` will be called.
         additional_losses: the module's ``get_additional_losses``.
     """
 
@@ -156,6 +156,11 @@ class MicroBatchLoss:
             self._outputs[group, index] = output
             if self.complete:
                 self._whole_sequence()
+        if self.complete and not torch.is_grad_enabled():
+            # No backward will take these, and the step's other micro-batches are still to come.
+            self._outputs.clear()
+            self._losses.clear()
+            self._joined = None
 
     def take_root(
         self, group: int, index: int, scale: Callable[[Tensor], Tensor]
@@ -177,12 +182,12 @@ class MicroBatchLoss:
             self._backward_to_outputs(scale)
         return output, self._output_grads.pop(key)
 
-    def outputs(self) -> Tensor:
-        """The micro-batch's outputs, joined."""
+    def take_outputs(self) -> Tensor:
+        """The micro-batch's outputs, joined; once, since the slices' own are not kept longer."""
         adapter = self._adapter
         return adapter.join_groups(
             [
-                adapter.join([self._kept[group, index] for index in range(count)])
+                adapter.join([self._kept.pop((group, index)) for index in range(count)])
                 for group, count in enumerate(self._scheme.slices)
             ]
         )

@@ -31,13 +31,19 @@ def _switched_on(ds_config: dict[str, Any], path: str) -> bool:
     return value is True
 
 
-def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: Any) -> None:
+_CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
+
+
+def check_supported(
+    block: TeraPipeConfig, module: PipelineModule, ds_config: Any, training_data: Any = None
+) -> None:
     """Raises for what cannot be sliced correctly.
 
     Args:
         block: the ``"terapipe"`` block.
         module: this rank's stages.
         ds_config: the ``DeepSpeedConfig``.
+        training_data: the data set given to ``initialize``, if any.
 
     Raises:
         ConfigError: names the setting to change.
@@ -70,6 +76,17 @@ def check_supported(block: TeraPipeConfig, module: PipelineModule, ds_config: An
             raise ConfigError(
                 f"{path}: found true, allowed is false with token slices ({reason}); switch it off"
             )
+    if (
+        training_data is not None
+        and stages > 1
+        and _switched_on(ds_config._param_dict, _CURRICULUM)
+    ):
+        raise ConfigError(
+            f"{_CURRICULUM}: found true with training_data and {stages} stages, allowed is one "
+            "stage (DeepSpeed 0.19.8's sampler sends every stage's replicas the first rank's "
+            "choice, and only the first stage's have that rank among them); set it to false and "
+            "give train_batch an iterator that shortens the sequences"
+        )
     if (
         torch.distributed.get_backend() == "nccl"
         and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

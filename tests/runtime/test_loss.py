@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -288,8 +288,9 @@ def test_outputs_are_joined_over_slices_and_groups(scheme: SliceScheme, mode: st
     leaf, labels = batch()
     loss = micro_batch_loss(labels, scheme, mode=mode)
     forward(loss, scheme, leaf)
-    assert torch.equal(loss.outputs(), leaf.detach().tanh())
-    assert not loss.outputs().requires_grad
+    outputs = loss.take_outputs()
+    assert torch.equal(outputs, leaf.detach().tanh())
+    assert not outputs.requires_grad
     assert (loss.value is None) == (mode == "outputs")
 
 
@@ -314,7 +315,33 @@ def test_outputs_join_along_the_adapters_dimensions() -> None:
     for group, (rows, cut) in enumerate(zip(TWO_GROUPS.rows(), TWO_GROUPS.groups, strict=True)):
         for index, tokens in enumerate(cut.ranges()):
             loss.forward(group, index, outputs[tokens.start : tokens.stop, rows])
-    assert torch.equal(loss.outputs(), outputs)
+    assert torch.equal(loss.take_outputs(), outputs)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from tensors(entry)
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss_fn"), [("per_slice", masked_mean), ("whole_sequence", neighbours)]
+)
+def test_an_evaluated_micro_batch_keeps_no_outputs(mode: str, loss_fn: Any) -> None:
+    """An evaluation has no backward, and more micro-batches to come."""
+    leaf, labels = batch()
+    labels[1][:, :4] = 0  # a slice without a valid token
+    loss = micro_batch_loss(labels, ONE_GROUP, loss_fn, mode=mode)
+    with torch.no_grad():
+        forward(loss, ONE_GROUP, leaf)
+        expected = loss_fn(leaf.tanh(), labels)
+    loss.take_outputs()
+    assert torch.allclose(loss.value, expected, rtol=1e-12)
+    held = [kept for name, kept in vars(loss).items() if name != "_labels"]
+    assert [kept.shape for kept in tensors(held) if kept.numel() > 1] == []
 
 
 def test_whole_sequence_refuses_groups() -> None:

@@ -77,6 +77,19 @@ def test_refused(made: Any, config: Any, message: str) -> None:
         check_supported(BLOCK, made, config)
 
 
+CURRICULUM = {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}
+
+
+def test_the_sampler_of_a_curriculum_is_refused_on_several_stages() -> None:
+    check_supported(BLOCK, module(), ds_config(**CURRICULUM))
+    check_supported(BLOCK, module(), ds_config(), training_data=[])
+    one_stage = module(_topo=SimpleNamespace(get_dim=lambda axis: 1))
+    check_supported(BLOCK, one_stage, ds_config(**CURRICULUM), training_data=[])
+    message = r"curriculum_learning\.enabled: found true with training_data and 2 stages"
+    with pytest.raises(ConfigError, match=message):
+        check_supported(BLOCK, module(), ds_config(**CURRICULUM), training_data=[])
+
+
 def test_one_hardware_queue_is_refused_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     check_supported(BLOCK, module(), ds_config())
