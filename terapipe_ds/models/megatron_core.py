@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     get_cuda_rng_tracker,
     scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import Router
@@ -158,8 +159,8 @@ def _softmax_offset(config: TransformerConfig) -> Tensor | torch.nn.Parameter | 
     if config.perform_initialization:
         with get_cuda_rng_tracker().fork():
             config.init_method(parameter)
-    # Each rank's own heads.
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    # Each rank has its own heads'.
+    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     return parameter
 
 
