@@ -15,12 +15,14 @@ os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ[
 os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(sys.prefix, "torch_extensions")
 
 import fcntl
+import time
 from pathlib import Path
 
 import pytest
 
 SEED = 20210216
 EXTENSIONS = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+ABANDONED_S = 300
 
 
 def pytest_report_header() -> str:
@@ -44,9 +46,10 @@ def extensions_built(tmp_path_factory: pytest.TempPathFactory) -> None:
     EXTENSIONS.mkdir(exist_ok=True)
     with (EXTENSIONS / "tests.lock").open("w") as one_at_a_time:
         fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
-        # Only tests compile here, and only under this lock: one of torch's is of a killed test run.
         for left in EXTENSIONS.glob("**/lock"):
-            left.unlink()
+            # Of a test run that was killed: compiling takes a minute, loading less than a second.
+            if time.time() - left.stat().st_mtime > ABANDONED_S:
+                left.unlink()
         run_ranks(initialize_distributed, 1, tmp_path_factory.mktemp("extensions"), timeout=600)
 
 
