@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
+from ..runtime.device import use_own_device
 from ..runtime.kv_context import get_current_slice
 from .megatron_core import TokenSliceCoreAttention, check_layers, token_slice_layer_spec
 from .split_backward import split_linear, split_linear_layers
@@ -96,6 +97,7 @@ def gpt_pipeline(
             '"learned_absolute" and "rope"; change position_embedding_type'
         )
     prepare_megatron()
+    use_own_device()
     topology = topology or _topology(num_stages)
     _set_up_megatron(topology)
     # DeepSpeed cuts the stages; told of them, megatron would number the layers a second time.

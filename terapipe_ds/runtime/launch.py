@@ -13,6 +13,7 @@ from ..config import BLOCK, TeraPipeConfig, read_block
 from ..errors import ConfigError, TeraPipeError
 from .agreement import agree
 from .deepspeed_seams import check_seams, load_ds_config, pipeline_engine_is
+from .device import use_own_device
 from .engine import TokenSliceEngine
 
 
@@ -32,6 +33,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     arguments = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     block, error = _read(arguments)
     if torch.distributed.is_initialized():
+        use_own_device()
         found = {BLOCK: "no block"} if block is None else {BLOCK: "a block", **block.describe()}
         agree(found, error)
     elif error is not None:
