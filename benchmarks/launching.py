@@ -1,4 +1,4 @@
-"""Starts a benchmark on several CPU ranks of this machine."""
+"""Starts a benchmark on several ranks of this machine."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def launch(
     Returns:
         The launcher's exit code.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    command = [str(launcher), f"--num_gpus={ranks}", f"--master_port={port}"]
+    command = [str(launcher), f"--num_gpus={ranks}", f"--master_port={_free_port()}"]
     command += [str(Path(script).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    path = f"{launcher.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path, **environment}
+    settings = {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": _path_of_environment(),
+        **environment,
+    }
     ended = subprocess.run(
         command,
         env={**os.environ, **settings},
@@ -48,6 +49,64 @@ def launch(
     if quiet and ended.returncode:
         sys.stderr.buffer.write(ended.stdout[-20_000:])
     return ended.returncode
+
+
+def start_on_one_device(
+    script: str, ranks: int, *, arguments: Sequence[str], folder: Path, device: str
+) -> list[subprocess.Popen[bytes]]:
+    """Starts this program on ranks that share one device, which DeepSpeed's launcher does not do.
+
+    Args:
+        script: the benchmark's file.
+        ranks: how many.
+        arguments: for the script.
+        folder: where ``rank0.log`` and so on hold what the ranks print.
+        device: ``"cpu"``, or ``"cuda"`` for the first GPU.
+
+    Returns:
+        The ranks' processes, to be waited for or killed.
+    """
+    settings = {
+        "DS_ACCELERATOR": device,
+        "OMP_NUM_THREADS": "1",
+        "PATH": _path_of_environment(),
+        "WORLD_SIZE": str(ranks),
+        # DeepSpeed takes the device from it, and nothing else here.
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if device == "cpu":
+        settings["CUDA_VISIBLE_DEVICES"] = ""
+    # Kernels in step with the host would hide what the order of streams leaves open; and some
+    # builds of torch come with fp32 products in TF32.
+    unset = ("CUDA_LAUNCH_BLOCKING", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+    kept = {key: value for key, value in os.environ.items() if key not in unset}
+    processes = []
+    for rank in range(ranks):
+        with (folder / f"rank{rank}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(Path(script).resolve()), *arguments],
+                    env={**kept, **settings, "RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return processes
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _path_of_environment() -> str:
+    """``PATH`` with this environment's programs first: DeepSpeed's compiled helpers want them."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def pin_to_core() -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
+from ..runtime.device import use_own_device
 from .experts import BalanceOver, balances_micro_batch
 from .gpt_layers import GPTEmbedding, GPTFinalNorm, GPTHead, GPTTransformerLayer, checkpoint
 from .megatron_core import TokenSliceCoreAttention, check_layers, token_slice_layer_spec
@@ -110,6 +111,7 @@ def gpt_pipeline(
         )
     interval = checkpoint_interval(config, activation_checkpoint_interval)
     prepare_megatron()
+    use_own_device()
     topology = topology or _topology(num_stages)
     _set_up_megatron(topology)
     # DeepSpeed cuts the stages; told of them, megatron would number the layers a second time.

@@ -98,7 +98,7 @@ def links(
         for what in ("activations", "gradients"):
             with watchdog.waiting(wait), _failures_named(wait, watchdog):
                 name = f"engine{engine}/{first}-{second}/{what}"
-                group = pair_group(name, in_pair, 2 * watchdog.timeout_s)
+                group = pair_group(name, in_pair, 2 * watchdog.timeout_s, device)
                 # NCCL connects at the first message, and blocks until the peer has one too. Both
                 # have one now; in a step they would not, at the same time.
                 greeting = torch.zeros(1, device=device)

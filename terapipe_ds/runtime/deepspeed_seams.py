@@ -6,14 +6,17 @@ Read from DeepSpeed 0.19.8 and torch 2.13.0. ``check_seams`` fails loudly where 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import importlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -21,6 +24,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch.distributed import distributed_c10d
 
 from ..errors import ConfigError, TeraPipeError
+from .host_staged import HostStaged
 
 __all__ = [
     "PIPELINE_ENGINE_SEAMS",
@@ -28,11 +32,16 @@ __all__ = [
     "autocast_if_enabled",
     "check_seams",
     "default_store",
+    "gloo_carries_device_tensors",
+    "let_gloo_carry_device_tensors",
     "load_ds_config",
     "pair_group",
     "pipeline_engine_is",
     "without_gradient_hooks",
 ]
+
+# By name: in ``deepspeed.comm``, ``torch`` is torch itself.
+_ds_comm = importlib.import_module("deepspeed.comm.torch")
 
 # What the engine overrides or calls: a schedule for each kind of step, the map from instructions to
 # methods, and the hooks around a backward that zero and mixed-precision optimizers rely on.
@@ -50,6 +59,9 @@ PIPELINE_ENGINE_SEAMS = (
     (PipelineEngine, "ID_TO_DTYPE"),
     (DeepSpeedEngine, "_backward_prologue"),
     (DeepSpeedEngine, "_backward_epilogue"),
+    (_ds_comm, "_needs_cpu_staging"),
+    (p2p, "send"),
+    (p2p, "recv"),
 )
 
 
@@ -87,7 +99,60 @@ def pipeline_engine_is(engine_class: type[PipelineEngine]) -> Iterator[None]:
         deepspeed.PipelineEngine = before
 
 
-def pair_group(name: str, rank_in_pair: int, timeout_s: float) -> Any:
+def let_gloo_carry_device_tensors() -> None:
+    """Lets DeepSpeed send device tensors over gloo, through the host; for good.
+
+    For two ranks on one GPU, which NCCL refuses: ``benchmarks/cuda_check.py`` runs so. Call it
+    before a pipeline engine is built, stock or sliced; ``pair_group`` does the same for slices.
+
+    DeepSpeed has such copies for MPS tensors, which serve its collectives here. Between stages they
+    do not: they write a tensor that was sent back over itself, which autograd takes for a change.
+
+    Two more things to know there, of DeepSpeed 0.19.8 and torch 2.13:
+
+    - start torch's process group first (``torch.distributed.init_process_group("gloo")``):
+      ``deepspeed.init_distributed`` would bind a device to it, and ``new_group`` then calls
+      ``perform_nocolor_split`` on ranks that are not in the group, which gloo does not have;
+    - build models with tied layers under ``torch.no_grad()``: ``PipelineModule`` broadcasts the
+      tied parameters themselves, and the copy back from the host is a write in place.
+    """
+    if _ds_comm._needs_cpu_staging is _is_on_a_device:
+        return
+    _ds_comm._needs_cpu_staging = _is_on_a_device
+    p2p.send, p2p.recv = _sent_from_host(p2p.send), _received_on_host(p2p.recv)
+
+
+def gloo_carries_device_tensors() -> bool:
+    """Whether DeepSpeed's own messages would get over gloo from where its tensors live."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return True
+    return _ds_comm._needs_cpu_staging(torch.empty(0, device=accelerator.current_device_name()))
+
+
+def _is_on_a_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def _sent_from_host(send: Callable[..., Any]) -> Callable[..., Any]:
+    def run(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
+        return send(tensor.detach().to("cpu", copy=True), dest_stage, async_op)
+
+    return run
+
+
+def _received_on_host(recv: Callable[..., Any]) -> Callable[..., Any]:
+    def run(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
+        copy = torch.empty_like(tensor, device="cpu")
+        result = recv(copy, src_stage, async_op)
+        with torch.no_grad():
+            tensor.copy_(copy)
+        return result
+
+    return run
+
+
+def pair_group(name: str, rank_in_pair: int, timeout_s: float, device: torch.device) -> Any:
     """A process group of two ranks that only these two take part in making.
 
     ``torch.distributed.new_group`` is no help here. It is collective over all ranks, so start-up
@@ -99,6 +164,7 @@ def pair_group(name: str, rank_in_pair: int, timeout_s: float) -> Any:
         name: the same on both ranks, and used once.
         rank_in_pair: 0 or 1.
         timeout_s: after which a transfer fails.
+        device: where the tensors live that are sent.
 
     Raises:
         ConfigError: for a backend other than gloo and nccl.
@@ -107,7 +173,8 @@ def pair_group(name: str, rank_in_pair: int, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
     backend = torch.distributed.get_backend()
     if backend == "gloo":
-        return torch.distributed.ProcessGroupGloo(store, rank_in_pair, 2, timeout=timeout)
+        group = torch.distributed.ProcessGroupGloo(store, rank_in_pair, 2, timeout=timeout)
+        return group if device.type == "cpu" else HostStaged(group)
     if backend == "nccl":
         options = torch.distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout

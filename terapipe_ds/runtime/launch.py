@@ -14,6 +14,7 @@ from ..errors import ConfigError, TeraPipeError
 from .agreement import agree
 from .auxiliary import scale_auxiliary_losses
 from .deepspeed_seams import check_seams, load_ds_config, pipeline_engine_is
+from .device import use_own_device
 from .engine import TokenSliceEngine
 
 
@@ -33,6 +34,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     arguments = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     block, error = _read(arguments)
     if torch.distributed.is_initialized():
+        use_own_device()
         found = {BLOCK: "no block"} if block is None else {BLOCK: "a block", **block.describe()}
         agree(found, error)
     elif error is not None:

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from ..config import TeraPipeConfig
 from ..errors import ConfigError
 from .adapter import adapter_of
-from .deepspeed_seams import ZeroStageEnum
+from .deepspeed_seams import ZeroStageEnum, gloo_carries_device_tensors
 from .loss import choose_loss
 
 # Switches of DeepSpeed's JSON that would be ignored or go wrong in slices, and why.
@@ -87,10 +87,14 @@ def check_supported(
             "choice, and only the first stage's have that rank among them); set it to false and "
             "give train_batch an iterator that shortens the sequences"
         )
-    if (
-        torch.distributed.get_backend() == "nccl"
-        and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    ):
+    backend = torch.distributed.get_backend()
+    if backend == "gloo" and not gloo_carries_device_tensors():
+        raise ConfigError(
+            "dist_backend: found 'gloo' with tensors on a device, allowed is 'nccl' (gloo sends "
+            "from host memory alone, DeepSpeed's own messages too); change the backend given to "
+            "deepspeed.init_distributed"
+        )
+    if backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigError(
             "CUDA_DEVICE_MAX_CONNECTIONS: found 1, allowed is 2 or more (in one queue, a receive "
             "that waits would hold up the computation that its sender needs); change or unset it"

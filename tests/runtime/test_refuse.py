@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from terapipe_ds import SequenceAdapter, TensorDims
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.errors import ConfigError
+from terapipe_ds.runtime import refuse
 from terapipe_ds.runtime.refuse import check_supported
 
 BLOCK = TeraPipeConfig(slices=4)
@@ -96,3 +97,11 @@ def test_one_hardware_queue_is_refused_with_nccl(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS: found 1"):
         check_supported(BLOCK, module(), ds_config())
+
+
+def test_gloo_is_refused_where_it_cannot_reach_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refuse, "gloo_carries_device_tensors", lambda: False)
+    with pytest.raises(ConfigError, match="dist_backend: found 'gloo' with tensors on a device"):
+        check_supported(BLOCK, module(), ds_config())
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    check_supported(BLOCK, module(), ds_config())

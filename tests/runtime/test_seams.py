@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import deepspeed
 import pytest
+import torch
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.errors import TeraPipeError
 from terapipe_ds.runtime.deepspeed_seams import (
     PIPELINE_ENGINE_SEAMS,
     check_seams,
+    gloo_carries_device_tensors,
+    let_gloo_carry_device_tensors,
     pipeline_engine_is,
 )
+
+ds_comm = importlib.import_module("deepspeed.comm.torch")
 
 
 class Engine(PipelineEngine):
@@ -62,3 +71,75 @@ def test_initialize_looks_the_engine_up_when_called() -> None:
     assert "PipelineEngine" in deepspeed.initialize.__code__.co_names
     with pipeline_engine_is(Engine):
         assert deepspeed.initialize.__globals__["PipelineEngine"] is Engine
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What DeepSpeed's stages send to each other, where gloo carries device tensors."""
+    sent: list[torch.Tensor] = []
+
+    def send(tensor: torch.Tensor, *_: Any) -> None:
+        sent.append(tensor)
+
+    def recv(tensor: torch.Tensor, *_: Any) -> None:
+        tensor.copy_(sent.pop(0))
+
+    monkeypatch.setattr(p2p, "send", send)
+    monkeypatch.setattr(p2p, "recv", recv)
+    monkeypatch.setattr(ds_comm, "_needs_cpu_staging", ds_comm._needs_cpu_staging)
+    let_gloo_carry_device_tensors()
+    return sent
+
+
+def test_stages_send_copies_on_the_host(wire: list[torch.Tensor]) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    output = 2 * weight
+    p2p.send(output, 1)
+    assert wire[0].data_ptr() != output.data_ptr() and not wire[0].requires_grad
+    assert output._version == 0, "autograd would take it for a change"
+    found = torch.zeros(3, requires_grad=True)
+    p2p.recv(found, 0)
+    assert found.tolist() == [2.0] * 3
+    meta = torch.empty(3, device="meta")
+    p2p.send(torch.ones(3), 1)
+    p2p.recv(meta, 0)
+
+
+def test_copies_are_made_once(wire: list[torch.Tensor]) -> None:
+    send, recv = p2p.send, p2p.recv
+    let_gloo_carry_device_tensors()
+    assert (p2p.send, p2p.recv) == (send, recv)
+
+
+def test_deepspeed_stages_what_is_on_a_device(wire: list[torch.Tensor]) -> None:
+    """The name that is replaced decides for every collective."""
+    backend = ds_comm.TorchBackend.__new__(ds_comm.TorchBackend)
+    given: list[torch.Tensor] = []
+
+    def take(self: Any, tensor: torch.Tensor) -> None:
+        given.append(tensor)
+
+    staged = ds_comm.stage_on_cpu(copy_to_cpu=False, copy_from_cpu=False)(take)
+    staged(backend, torch.empty(2, device="meta"))
+    staged(backend, torch.empty(2))
+    assert [tensor.device.type for tensor in given] == ["cpu", "cpu"]
+
+
+def test_gloo_alone_does_not_carry_device_tensors(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    assert gloo_carries_device_tensors()
+    monkeypatch.setattr("terapipe_ds.runtime.deepspeed_seams.get_accelerator", OnMeta)
+    assert not gloo_carries_device_tensors()
+    request.getfixturevalue("wire")
+    assert gloo_carries_device_tensors()
+
+
+class OnMeta:
+    """An accelerator whose tensors are not on the host."""
+
+    def device_name(self) -> str:
+        return "meta"
+
+    def current_device_name(self) -> str:
+        return "meta"
