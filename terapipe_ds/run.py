@@ -9,9 +9,10 @@ place by ``terapipe_ds.integrations``, right after the script has imported what 
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 
 from .errors import TeraPipeError
 from .integrations import install
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = arguments[0] if arguments else "nothing"
         return _refuse(f"found {found} where the script's name was due; {_USAGE}")
     script = arguments.pop(0)
-    if not os.path.exists(script):
+    if not os.path.isfile(script):
         return _refuse(f"found no script {script!r} in {os.getcwd()}; {_USAGE}")
     try:
         install(arguments)
@@ -49,8 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.flags.safe_path:
         # As Python does for a script, in place of the working directory, which is for modules.
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name="__main__")
+    _run(os.path.abspath(script))
     return 0
+
+
+def _run(path: str) -> None:
+    """Runs a file as ``__main__``, and leaves it there for what the script does at its exit.
+
+    Not by ``runpy``, which puts this module back at the end, and gives the script another name in
+    ``sys.argv`` or in ``__file__`` than Python does.
+    """
+    loader = SourceFileLoader("__main__", path)
+    main_module = ModuleType("__main__")
+    main_module.__file__, main_module.__loader__ = path, loader
+    sys.modules["__main__"] = main_module
+    exec(loader.source_to_code(loader.get_data(path), path), vars(main_module))
 
 
 def _refuse(message: str) -> int:

@@ -42,6 +42,8 @@ def rebind(deepspeed: Any) -> None:
     from ..runtime.deepspeed_seams import STOCK
 
     stock = deepspeed.initialize
+    if hasattr(stock, STOCK):
+        return
 
     @functools.wraps(stock)
     def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

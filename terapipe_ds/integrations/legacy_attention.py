@@ -108,8 +108,8 @@ def check_core(core: nn.Module, mask: Tensor) -> None:
     kind = getattr(core.attn_mask_type, "name", str(core.attn_mask_type))
     if kind != "causal":
         raise ConfigError(
-            f"attention: found attn_mask_type {kind}, allowed is causal, because a slice cannot see "
-            f"later tokens; use a causal model, {_OFF}"
+            f"attention: found attn_mask_type {kind}, allowed is causal, because a slice cannot "
+            f"see later tokens; use a causal model, {_OFF}"
         )
     softmax = core.scale_mask_softmax
     fused = getattr(softmax, "scaled_masked_softmax_fusion", False)
@@ -122,14 +122,14 @@ def check_core(core: nn.Module, mask: Tensor) -> None:
         gap = _gap_in_slices(core, mask)
     except Exception as error:
         raise ConfigError(
-            f"attention: found {type(core).__name__} that fails in slices ({error}), allowed is one "
-            f"that takes fewer queries than keys; change the attention, {_OFF}"
+            f"attention: found {type(core).__name__} that fails in slices ({error}), allowed is "
+            f"one that takes fewer queries than keys; change the attention, {_OFF}"
         ) from error
     if gap > (_ROUNDING if _dtype_of(core).itemsize > 2 else _HALF_ROUNDING):
         raise ConfigError(
-            f"attention: found {type(core).__name__} that is off by {gap:.1e} in slices, allowed is "
-            "causal attention without positions of its own, such as alibi; change the attention, "
-            f"{_OFF}"
+            f"attention: found {type(core).__name__} that is off by {gap:.1e} in slices, allowed "
+            "is causal attention without positions of its own, such as alibi; change the "
+            f"attention, {_OFF}"
         )
 
 

@@ -34,8 +34,7 @@ _OFF = 'or set "terapipe": {"enabled": false}, or TERAPIPE=0'
 _BATCH_FIRST = TensorDims(batch=0, sequence=1)
 _SEQUENCE_FIRST = TensorDims(batch=1, sequence=0)
 
-# Arguments of megatron that slices cannot keep to: name, the option to drop, and why. Each is refused
-# where its value is set, except for the counts of experts, which are lists.
+# Arguments of megatron that slices cannot keep to: name, the option to drop, and why.
 _REFUSED = (
     ("use_flash_attn_v1", "--use-flash-attn-v1", "its causal mask ends in the wrong corner"),
     ("use_flash_attn_v2", "--use-flash-attn-v2", "its path wants as many queries as keys"),
@@ -161,8 +160,8 @@ def _check_mask(mask: Any, length: int) -> None:
         found = f"a mask {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise ConfigError(
             f"attention: found {found} in the script's arguments (attn_mask), allowed is a boolean "
-            f"causal mask {list(shape)}, since a slice cannot see later tokens; change the script's "
-            f"mask, {_OFF}"
+            f"causal mask {list(shape)}, since a slice cannot see later tokens; change the "
+            f"script's mask, {_OFF}"
         )
 
 

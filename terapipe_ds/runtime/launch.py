@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from importlib import import_module
 from typing import Any
 
@@ -21,8 +22,8 @@ from .deepspeed_seams import (
 )
 from .engine import TokenSliceEngine
 
-# Asked, by their function ``adapt``, for a model that brings no adapter. By name: what knows scripts
-# is built on this package's runtime, not the other way.
+# Asked, by their function ``adapt``, for a model that brings no adapter. By name: what knows
+# scripts is built on this package's runtime, not the other way.
 _RECOGNISERS = ("terapipe_ds.integrations.megatron_deepspeed",)
 
 
@@ -58,9 +59,15 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def has_block(*args: Any, **kwargs: Any) -> bool:
-    """Whether the configuration in these arguments of ``deepspeed.initialize`` has a block."""
-    arguments = inspect.signature(stock_initialize()).bind(*args, **kwargs).arguments
-    return BLOCK in _ds_config(arguments)
+    """Whether the configuration in these arguments of ``deepspeed.initialize`` has a block.
+
+    Not if they are wrong: DeepSpeed itself will say so.
+    """
+    try:
+        arguments = inspect.signature(stock_initialize()).bind(*args, **kwargs).arguments
+        return BLOCK in _ds_config(arguments)
+    except (OSError, TypeError, ValueError):
+        return False
 
 
 def _read(arguments: dict[str, Any]) -> tuple[TeraPipeConfig | None, TeraPipeError | None]:
@@ -85,7 +92,7 @@ def _read(arguments: dict[str, Any]) -> tuple[TeraPipeConfig | None, TeraPipeErr
 
 
 def _adapt(model: PipelineModule) -> None:
-    """Lets integrations recognise a model that brings no adapter; the engine refuses it if none does.
+    """Lets integrations recognise a model that brings no adapter; otherwise the engine refuses it.
 
     All ranks come here together: a model may be tried out with collectives.
     """
@@ -104,4 +111,4 @@ def _ds_config(arguments: dict[str, Any]) -> dict[str, Any]:
         config = getattr(arguments.get("args"), "deepspeed_config", None)
     if config is None or isinstance(config, dict):
         return config or {}
-    return load_ds_config(config)
+    return load_ds_config(os.fspath(config))
