@@ -63,7 +63,6 @@ _REFUSED = (
         "--data-efficiency-curriculum-learning",
         "the mask would not fit the sequences",
     ),
-    ("use_alibi_position_embeddings", "--use-alibi-position-embeddings", "it has not been shown"),
 )
 
 

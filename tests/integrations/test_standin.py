@@ -42,7 +42,7 @@ def stock(
     tmp_path_factory: pytest.TempPathFactory, extensions_built: None
 ) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("stock")
-    return run_ranks(workers.stock_and_checkpoints, 2, folder, folder)[0].value
+    return run_ranks(workers.stock_and_checkpoints, 2, folder, folder, timeout=240)[0].value
 
 
 def test_unedited_under_the_launcher(stock: Any, folder: Path) -> None:
@@ -74,18 +74,20 @@ def test_checkpoints_load_in_the_other(stock: Any, kind: str) -> None:
 
 
 def test_variants(folder: Path) -> None:
-    found = run_ranks(workers.variants, 2, folder, folder)[0].value
+    found = run_ranks(workers.variants, 2, folder, folder, timeout=240)[0].value
     for stock, sliced in found.values():
         assert_sliced_equals(sliced, stock)
 
 
 def test_a_loss_of_another_kind_is_taken_whole(folder: Path) -> None:
-    stock, sliced = run_ranks(workers.whole_sequence_for_another_loss, 2, folder, folder)[0].value
+    stock, sliced = run_ranks(
+        workers.whole_sequence_for_another_loss, 2, folder, folder, timeout=240
+    )[0].value
     assert_sliced_equals(sliced, stock)
 
 
 def test_plans_leave_no_trace(folder: Path) -> None:
-    run_ranks(workers.auto_leaves_no_trace, 2, folder, folder)
+    run_ranks(workers.auto_leaves_no_trace, 2, folder, folder, timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def broken(
     tmp_path_factory: pytest.TempPathFactory, extensions_built: None
 ) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("broken")
-    return run_ranks(workers.silent, 2, folder, folder)[0].value
+    return run_ranks(workers.silent, 2, folder, folder, timeout=240)[0].value
 
 
 @pytest.mark.parametrize("seam", workers.SILENT)
@@ -106,14 +108,14 @@ def test_a_broken_seam_gives_other_losses(stock: Any, broken: Any, seam: str) ->
 
 @pytest.mark.parametrize("seam", workers.LOUD)
 def test_a_broken_seam_fails(folder: Path, seam: str) -> None:
-    results = run_ranks(workers.loud, 2, folder, folder, seam, expect_success=False, timeout=60)
+    results = run_ranks(workers.loud, 2, folder, folder, seam, expect_success=False)
     assert all(result.exit_code for result in results)
 
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory, extensions_built: None) -> list[Any]:
     folder = tmp_path_factory.mktemp("refused")
-    return [result.value for result in run_ranks(workers.refusals, 2, folder, folder)]
+    return [result.value for result in run_ranks(workers.refusals, 2, folder, folder, timeout=240)]
 
 
 @pytest.mark.parametrize("name", workers.REFUSED)

@@ -305,10 +305,12 @@ REFUSED = {
     "ignores the mask": ((_ignores_the_mask, ()), r"found ScoresAndValues\w* that is off by"),
     "other attention": ((_other_attention, ()), r"found SelfAttention of .*--use-flash-attn"),
     "other mask": ((_other_mask, ()), r"found a mask \(1, 1, 48, 48\) .*\(attn_mask\)"),
+    "zb-h1": (_option(), r'^ConfigError: terapipe\.schedule: found "zb-h1", allowed are "1f1b" '),
     "reset mask": (_option("--reset-attention-mask"), r"^ConfigError: --reset-attention-mask: "),
     **{
         name: (_argument(name, value), rf"^ConfigError: {option}: found .* drop {option}, ")
         for name, value, option in (
+            ("use_flash_attn", True, "--use-flash-attn"),
             ("use_flash_attn_v1", True, "--use-flash-attn-v1"),
             ("use_flash_attn_v2", True, "--use-flash-attn-v2"),
             ("use_flash_attn_triton", True, "--use-flash-attn-triton"),
@@ -316,10 +318,18 @@ REFUSED = {
             ("use_rotary_position_embeddings", True, "--use-rotary-position-embeddings"),
             ("sequence_parallel", True, "--sequence-parallel"),
             ("ds_sequence_parallel_size", 2, "--ds-sequence-parallel-size"),
+            ("force_ds_sequence_parallel", True, "--force-ds-sequence-parallel"),
+            ("ds_sequence_parallel_fpdt", True, "--ds-sequence-parallel-fpdt"),
             ("num_experts", [4], "--num-experts"),
+            ("num_experts_switch", 4, "--num-experts-switch"),
             ("retro_add_retriever", True, "--retro-add-retriever"),
             ("random_ltd", True, "--random-ltd"),
             ("curriculum_learning_legacy", True, "curriculum_learning in the DeepSpeed JSON"),
+            (
+                "data_efficiency_curriculum_learning",
+                True,
+                "--data-efficiency-curriculum-learning",
+            ),
         )
     },
 }
@@ -327,10 +337,11 @@ REFUSED = {
 
 def refusals(folder: Path) -> dict[str, str]:
     """For each thing that is refused the message."""
-    config = write_config(folder)
     deepspeed_script.rebind(deepspeed)
     found = {}
     for name, ((change, options), _) in REFUSED.items():
+        block = {**BLOCK, "schedule": "zb-h1"} if name == "zb-h1" else BLOCK
+        config = write_config(folder, block)
         patch = pytest.MonkeyPatch()
         change(patch)
         try:
