@@ -98,10 +98,15 @@ def test_the_environment_also_switches_a_called_initialize_off(
         terapipe_ds.initialize(model="a model", config="sliced.json")
 
 
+def test_rebound_once_though_patched_and_started_by_run() -> None:
+    stock = deepspeed.initialize
+    deepspeed_script.rebind(deepspeed)
+    deepspeed_script.rebind(deepspeed)
+    assert stock_initialize() is stock
+
+
 @pytest.mark.parametrize("config", ["sliced.json", Path("sliced.json"), {"terapipe": {}}])
 def test_with_a_block_a_model_that_is_no_pipeline_is_refused(config: object) -> None:
-    deepspeed_script.rebind(deepspeed)
-    # Twice, as by a script that is patched and also started by terapipe_ds.run.
     deepspeed_script.rebind(deepspeed)
     with pytest.raises(ConfigError, match=r"^model: found str, .*--no-pipeline-parallel\); or set"):
         deepspeed.initialize(model="a model", config=config)
