@@ -27,9 +27,9 @@ MEMORY_BYTES_PER_S = 750e9
 # own gradient written, and added (two reads, one write).
 _WEIGHT_READ = 2
 _WEIGHT_GRADIENT = 8
-# Bytes for each score. Forward: product written 2, mask added 4, softmax read in fp16 and written in
-# fp32 6, rounded 6, read by the second product 2. Backward: two products written or read 4, rounding
-# undone 6, softmax 10, read by two products 4.
+# Bytes for each score. Forward: product written 2, mask added 4, softmax read in fp16 and written
+# in fp32 6, rounded 6, read by the second product 2. Backward: two products written or read 4,
+# rounding undone 6, softmax 10, read by two products 4.
 _SCORE_FORWARD = 20
 _SCORE_BACKWARD = 24
 # Bytes for each weight in the optimizer's step: gradient to fp32 6, unscaled 8, Adam 28, weights to

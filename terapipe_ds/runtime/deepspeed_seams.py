@@ -37,6 +37,7 @@ __all__ = [
     "load_ds_config",
     "pair_group",
     "pipeline_engine_is",
+    "stock_initialize",
     "without_gradient_hooks",
 ]
 
@@ -150,6 +151,15 @@ def _received_on_host(recv: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run
+
+
+# Where the integrations' ``deepspeed.initialize`` keeps DeepSpeed's own.
+STOCK = "terapipe_ds_stock"
+
+
+def stock_initialize() -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """DeepSpeed's own ``initialize``, whatever the name ``deepspeed.initialize`` stands for now."""
+    return getattr(deepspeed.initialize, STOCK, deepspeed.initialize)
 
 
 def pair_group(name: str, rank_in_pair: int, timeout_s: float, device: torch.device) -> Any:
