@@ -58,9 +58,6 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         # So that a model trains alike with and without the block.
         scale_auxiliary_losses(made[0])
         return made
-=======
-        return stock(*args, **kwargs)
-from .device import use_own_device
     check_seams()
     _adapt(arguments["model"])
     with pipeline_engine_is(TokenSliceEngine):
