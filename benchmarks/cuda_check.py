@@ -214,6 +214,8 @@ class _Attempt:
         """What a rank says of it, or how it ended; its output goes to stderr."""
         # The first rank that fails takes the others with it, a moment later.
         time.sleep(1)
+        # Rank 0 may have been behind the one that failed.
+        self._take_records()
         reasons = []
         for rank, process in enumerate(self._processes):
             log = (self._folder / f"rank{rank}.log").read_text(errors="replace")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.utils import log_dist
+from deepspeed.utils.logging import print_dist
 from torch import Tensor
 
 from ..errors import TeraPipeError
@@ -117,7 +117,7 @@ def write_cache(path: Path, model: CostModel) -> None:
 
 
 def log(message: str) -> None:
-    log_dist(f"terapipe: {message}", ranks=[0])
+    print_dist(f"terapipe: {message}", ranks=[0])
 
 
 __all__ = ["CACHE_VARIABLE", "about", "cache_path", "log", "read_cache", "write_cache"]

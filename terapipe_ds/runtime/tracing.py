@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed
-from deepspeed.utils import log_dist
+from deepspeed.utils.logging import print_dist
 
 from ..errors import ConfigError
 from ..files import write_text
@@ -87,7 +87,7 @@ class Tracer:
         try:
             self._write(step, measured)
         except OSError as error:
-            log_dist(f"terapipe: the trace of step {step} is lost ({error})", ranks=[0])
+            print_dist(f"terapipe: the trace of step {step} is lost ({error})", ranks=[0])
 
     def saw(self, shapes: list[BatchShape], slices: list[int]) -> None:
         """Takes the micro-batches, and the groups' numbers of slices, of the step that begins."""
@@ -113,7 +113,7 @@ class Tracer:
             write_picture(self._folder / f"step{step}.png", titles)
         except ImportError:
             picture = ", no picture without matplotlib"
-        log_dist(f"terapipe: trace of step {step} in {self._folder}{picture}", ranks=[0])
+        print_dist(f"terapipe: trace of step {step} in {self._folder}{picture}", ranks=[0])
 
     def _planned(self, measured: MeasuredTimeline) -> Timeline:
         """The plan's own times where there is one; otherwise the measured work without waiting."""
