@@ -85,7 +85,6 @@ class TokenSliceEngine(SliceExecution):
         self._step = None
         self._agreed = False
         self._times = self._autocasts = False
-        self._trains = any(parameter.requires_grad for parameter in module.parameters())
         self._tracer = None
         if block.trace is not None:
             self._tracer = Tracer(self, block.trace, block.trace_steps)

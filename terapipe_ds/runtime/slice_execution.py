@@ -67,7 +67,6 @@ class SliceExecution(PipelineEngine):
     _step: StepState | None
     _times: bool
     _autocasts: bool
-    _trains: bool
 
     def _begin_receives(self, order: Sequence[Action]) -> None:
         step = self._current_step()
@@ -137,7 +136,7 @@ class SliceExecution(PipelineEngine):
         with current_slice(tokens, group.context), autocast:
             # A clone, as in stock DeepSpeed: the first layer may work in place.
             outputs = self.module(cloned(inputs))
-        if slice == 0 and step.training and self._trains:
+        if slice == 0 and step.training:
             self._check_trains(as_tuple(outputs))
         if not step.training:
             group.inputs.pop(slice, None)
@@ -152,7 +151,9 @@ class SliceExecution(PipelineEngine):
             group.free_context()
 
     def _check_trains(self, outputs: tuple[Tensor, ...]) -> None:
-        if not any(tensor.requires_grad for tensor in outputs):
+        if any(tensor.requires_grad for tensor in outputs):
+            return
+        if any(parameter.requires_grad for parameter in self.module.parameters()):
             raise TeraPipeError(
                 f"model: found trainable parameters on stage {self.stage_id} that no output needs "
                 "a gradient for, allowed is a stage that trains or is frozen; with "

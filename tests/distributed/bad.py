@@ -113,7 +113,11 @@ def bad_input(kind: str) -> None:
             return torch.nn.Linear(2, 2)
 
     engine = engine_of(build(), 2, block, **extra)
-    for _ in range(3):
+    if kind == "compile":
+        engine.compile()
+    for step in range(3):
+        if kind == "frozen between steps" and step == 1:
+            engine.module.requires_grad_(False)
         engine.train_batch(data)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.transformer.moe.moe_utils import (
@@ -19,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import functional
 
+from terapipe_ds.errors import ConfigError
 from terapipe_ds.models.experts import TokenSliceRouter
 from terapipe_ds.models.gpt import batch, document_starts, gpt_pipeline
 from terapipe_ds.models.megatron_core import token_slice_layer_spec
@@ -137,6 +139,9 @@ def balance_over_slices() -> None:
         assert (gradient - share * expected).abs().max() < 1e-7
         found[tokens.as_slice] = gradient
     assert found.abs().min() > 0
+    tokens = Group(2, (5, 7)).ranges()[0]
+    with current_slice(tokens, context), pytest.raises(ConfigError, match=r"^padding_mask: found"):
+        router.routing(logits[:5], padding_mask=torch.zeros(5, 2, dtype=torch.bool))
     engine = engine_of(expert_gpt("slice"), 2, {"slices": [[1, [48]], [1, [40, 8]]]})
     assert torch.isfinite(engine.train_batch(iter(batches(2))))
 

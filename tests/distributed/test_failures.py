@@ -34,6 +34,8 @@ BAD_INPUT = {
     "per_slice of another loss": r'terapipe\.loss: found "per_slice" .*"whole_sequence"',
     "whole sequence of groups": r"whole-sequence loss with 2 groups",
     "groups that balance": r"terapipe.slices: found 2 groups in a micro-batch, allowed is one",
+    "compile": r"engine\.compile: found a call, allowed is none .*drop the call",
+    "frozen between steps": r"requires_grad False, allowed is True .*; freeze layers before",
     "stages": r"found 2 stages for 1 pipeline layers",
     "not a pipeline": r"model: found Linear, allowed is a deepspeed PipelineModule",
 }
