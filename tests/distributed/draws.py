@@ -161,7 +161,10 @@ def _make_possible(chosen: dict[str, Any], pipe: int, tensor: int) -> None:
         chosen["query_groups"], chosen["window"] = 4, None
     if chosen["query_groups"] % tensor:
         chosen["query_groups"] = tensor
-    if chosen["dropout"] and chosen["recompute"] == "non-reentrant":
+    # DeepSpeed's non-reentrant checkpoint does not restore megatron's random states, and under it
+    # megatron's global_aux_loss counts every micro-batch twice, in forward and in recomputation.
+    counts_twice = chosen["experts"] in ("global_aux_loss", "all")
+    if recompute == "non-reentrant" and (chosen["dropout"] or counts_twice):
         chosen["recompute"] = "reentrant"
     if chosen["precision"] == "fp16":
         chosen["zero"] = 1
