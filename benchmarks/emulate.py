@@ -30,11 +30,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from about import write_results
 from launching import launch
 
-SEQ_LENGTH = 2048
 MICRO_BATCHES = 2
-WIDTH = 4
 EVEN = (8, 16)
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 TABLE_STAGES = (8, 16, 24)
@@ -43,14 +42,6 @@ SPEEDUP_SHARE = 0.95
 MAKESPAN_OVER = 0.05
 ENGINE_US = 300.0
 BEATS_BY = 0.03
-
-
-class Formula:
-    """ms of a slice on one stage, forward and backward; close to the paper's GPT3-175B."""
-
-    def time(self, length: Any, context: Any, sequences: Any = 1) -> Any:
-        """As ``CostModel.time``."""
-        return 6.4 + 0.047 * length + 6e-7 * length * (context + length / 2)
 
 
 def main() -> None:
@@ -72,9 +63,7 @@ def main() -> None:
     missed = _missed(rows, engine_us)
     print(f"\ntargets: {'met' if not missed else 'missed: ' + '; '.join(missed)}")
     if args.json is not None:
-        from terapipe_ds.files import write_text
-
-        write_text(args.json, json.dumps(rows, indent=1) + "\n")
+        write_results(args.json, {"rows": rows, "engine_us": engine_us})
 
 
 def _arguments() -> argparse.Namespace:
@@ -110,16 +99,17 @@ def _rank(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     import deepspeed
+    from sleeping import Dilation, sleeping_data, sleeping_engine
 
     deepspeed.init_distributed("gloo")
     settings = _settings(args.stages)
-    dilation = Dilation()
+    dilation, data = Dilation(), sleeping_data(MICRO_BATCHES)
+    block = {"slices": 1, "timeout_s": 300}
+    sliced = sleeping_engine(block, dilation, micro_batches=MICRO_BATCHES)
     if args.engine_time:
-        sliced = _engine({"slices": 16, "timeout_s": 300}, dilation)
-        _write(args.out, {"engine_us": _engine_time(sliced, _data())})
+        _write(args.out, {"engine_us": engine_time(sliced, data, slices=16)})
         return
-    stock, sliced = _engine(None, dilation), _engine({"slices": 1, "timeout_s": 300}, dilation)
-    data = _data()
+    stock = sleeping_engine(None, dilation, micro_batches=MICRO_BATCHES)
 
     # Connections, boundaries and orders, in no time.
     for setting in settings:
@@ -131,7 +121,7 @@ def _rank(args: argparse.Namespace) -> None:
             engine = stock if setting["schedule"] == "stock" else sliced
             setting["measured"].append(_step(engine, setting, data))
     rows = _rows(settings, args)
-    _write(args.out, {"stages": args.stages, "rows": rows, "memory_gib": _memory()})
+    _write(args.out, {"stages": args.stages, "rows": rows, "memory_gib": memory_gib()})
 
 
 def _write(path: Path, content: Any) -> None:
@@ -141,19 +131,10 @@ def _write(path: Path, content: Any) -> None:
         path.write_text(json.dumps(content))
 
 
-class Dilation:
-    """How much longer than the formula's times the layers sleep."""
-
-    factor = 0.0
-
-    def sleep(self, ms: float) -> None:
-        """Sleeps for some of the formula's milliseconds."""
-        if self.factor:
-            time.sleep(ms * self.factor / 1e3)
-
-
 def _settings(stages: int) -> list[dict[str, Any]]:
     """Stock, and every schedule with every scheme; the planner's own depends on the schedule."""
+    from sleeping import SEQ_LENGTH, Formula
+
     from terapipe_ds.planner import plan
 
     settings: list[dict[str, Any]] = [{"schedule": "stock", "slices": 1, "measured": []}]
@@ -171,98 +152,6 @@ def _settings(stages: int) -> list[dict[str, Any]]:
         for slices in (*EVEN, own):
             settings.append({"schedule": schedule, "slices": slices, "measured": []})
     return settings
-
-
-def _engine(block: dict[str, Any] | None, dilation: Dilation) -> Any:
-    import torch
-    from deepspeed.pipe import LayerSpec, PipelineModule
-
-    import terapipe_ds
-
-    token = terapipe_ds.TensorDims(batch=0, sequence=1)
-    stages = torch.distributed.get_world_size()
-    module = PipelineModule(
-        [LayerSpec(_layer_class(), dilation) for _ in range(stages)],
-        num_stages=stages,
-        loss_fn=_loss,
-        partition_method="uniform",
-    )
-    module.token_slice_adapter = terapipe_ds.SequenceAdapter(
-        inputs=(token,),
-        labels=(token,),
-        boundary=(token,),
-        output=token,
-        mean_over_valid_tokens=True,
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        **({} if block is None else {"terapipe": block}),
-    }
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    return terapipe_ds.initialize(model=module, optimizer=optimizer, config=config)[0]
-
-
-def _loss(outputs: Any, labels: Any) -> Any:
-    return (outputs - labels).square().mean()
-
-
-def _layer_class() -> Any:
-    import torch
-
-    from terapipe_ds.runtime.kv_context import get_current_slice
-    from terapipe_ds.runtime.weight_grads import accumulate, owe
-
-    formula = Formula()
-
-    class Sleep(torch.autograd.Function):
-        """Scales by a weight; sleeps for a third of the formula's time in each product."""
-
-        @staticmethod
-        def forward(ctx: Any, hidden: Any, weight: Any, dilation: Dilation, ms: float) -> Any:
-            ctx.save_for_backward(hidden)
-            ctx.weight, ctx.dilation, ctx.ms = weight, dilation, ms / 3
-            dilation.sleep(ctx.ms)
-            return hidden * weight
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            (hidden,) = ctx.saved_tensors
-            weight, dilation, ms = ctx.weight, ctx.dilation, ctx.ms
-            dilation.sleep(ms)
-            grad_hidden = grad * weight
-
-            def weight_gradient() -> Any:
-                dilation.sleep(ms)
-                return (grad * hidden).sum((0, 1))
-
-            if owe(lambda: accumulate(weight, weight_gradient())):
-                return grad_hidden, None, None, None
-            return grad_hidden, weight_gradient(), None, None
-
-    class Layer(torch.nn.Module):
-        def __init__(self, dilation: Dilation) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(WIDTH))
-            self.dilation = dilation
-
-        def forward(self, hidden: Any) -> Any:
-            current = get_current_slice()
-            context = 0 if current is None else current.tokens.start
-            ms = formula.time(hidden.shape[1], context)
-            return Sleep.apply(hidden, self.weight, self.dilation, ms)
-
-    return Layer
-
-
-def _data() -> list[Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(1234)
-    drawn = torch.randn(2, MICRO_BATCHES, 1, SEQ_LENGTH, WIDTH, generator=generator)
-    return list(zip(*drawn, strict=True))
 
 
 def _step(engine: Any, setting: dict[str, Any], data: list[Any]) -> float:
@@ -290,15 +179,20 @@ def _set(engine: Any, setting: dict[str, Any]) -> None:
     engine.terapipe = engine.terapipe.model_copy(update=update)
 
 
-def _engine_time(engine: Any, data: list[Any]) -> float:
+def engine_time(engine: Any, data: list[Any], *, slices: int) -> float:
     """us of the engine's own work for a slice, on the busiest stage.
 
     CPU time of the rank's main thread in the step's instructions, without what layers, the loss and
     autograd take.
+
+    Args:
+        engine: ours, on layers that need not compute.
+        data: a step's micro-batches.
+        slices: even slices of a micro-batch.
     """
     import torch
 
-    setting = {"schedule": "1f1b", "slices": 16}
+    setting = {"schedule": "1f1b", "slices": slices}
     spent = {"total": 0.0, "model": 0.0}
     repeats = 20
     _set(engine, setting)
@@ -307,8 +201,8 @@ def _engine_time(engine: Any, data: list[Any]) -> float:
     with _counted(engine, spent):
         for _ in range(repeats):
             engine.train_batch(iter(data))
-    slices = repeats * MICRO_BATCHES * setting["slices"]
-    own = torch.tensor((spent["total"] - spent["model"]) / slices * 1e6)
+    run = repeats * len(data) * slices
+    own = torch.tensor((spent["total"] - spent["model"]) / run * 1e6)
     torch.distributed.all_reduce(own, op=torch.distributed.ReduceOp.MAX)
     return own.item()
 
@@ -342,7 +236,7 @@ def _counted(engine: Any, spent: dict[str, float]) -> Iterator[None]:
         del engine._exec_schedule
 
 
-def _memory() -> float:
+def memory_gib() -> float:
     """GiB that all ranks hold together, pages that they share counted once."""
     import torch
 
@@ -354,6 +248,8 @@ def _memory() -> float:
 
 
 def _rows(settings: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    from sleeping import SEQ_LENGTH, Formula
+
     from terapipe_ds import SliceScheme
     from terapipe_ds.planner import predict
 
