@@ -7,6 +7,7 @@ here: an unknown key or an impossible value is refused in one line.
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -15,6 +16,9 @@ from .errors import ConfigError
 from .scheme import SliceScheme, SlicesSetting, parse_lengths
 
 BLOCK = "terapipe"
+
+SWITCH = "TERAPIPE"
+"""The environment variable that switches slicing off for one run, with the value 0."""
 
 
 class TeraPipeConfig(BaseModel):
@@ -82,6 +86,20 @@ class TeraPipeConfig(BaseModel):
             slices = list(slices)
         settings = {**self.model_dump(exclude={"slices"}), "slices": slices}
         return {f"{BLOCK}.{name}": value for name, value in settings.items()}
+
+
+def switched_off() -> bool:
+    """Whether the environment switches slicing off.
+
+    Raises:
+        ConfigError: for a value that says neither.
+    """
+    value = os.environ.get(SWITCH, "1")
+    if value not in ("0", "1"):
+        raise ConfigError(
+            f"{SWITCH}: found {value!r}, allowed are 0 (off) and 1; change or unset it"
+        )
+    return value == "0"
 
 
 def read_block(ds_config: dict[str, Any]) -> TeraPipeConfig | None:

@@ -109,9 +109,12 @@ class SequenceAdapter:
         return shapes.pop()
 
     def cut(self, tensors: Tensors, dims: Sequence[Dims], rows: slice, tokens: slice) -> Tensors:
-        """The part of inputs or labels that belongs to one slice, in the same structure."""
+        """The part of inputs or labels that belongs to one slice, in the same structure.
+
+        Contiguous, as loaded tensors are: a model's loss may ``view`` its labels.
+        """
         parts = tuple(
-            tensor if dim is None else dim.cut(tensor, rows, tokens)
+            tensor if dim is None else dim.cut(tensor, rows, tokens).contiguous()
             for tensor, dim in zip(as_tuple(tensors), dims, strict=True)
         )
         return parts if isinstance(tensors, tuple) else parts[0]

@@ -6,7 +6,7 @@ Read from DeepSpeed 0.19.8 and torch 2.13.0. ``check_seams`` fails loudly where 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "load_ds_config",
     "pair_group",
     "pipeline_engine_is",
+    "stock_initialize",
     "without_gradient_hooks",
 ]
 
@@ -85,6 +86,15 @@ def pipeline_engine_is(engine_class: type[PipelineEngine]) -> Iterator[None]:
         yield
     finally:
         deepspeed.PipelineEngine = before
+
+
+# Where the integrations' ``deepspeed.initialize`` keeps DeepSpeed's own.
+STOCK = "terapipe_ds_stock"
+
+
+def stock_initialize() -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """DeepSpeed's own ``initialize``, whatever the name ``deepspeed.initialize`` stands for now."""
+    return getattr(deepspeed.initialize, STOCK, deepspeed.initialize)
 
 
 def pair_group(name: str, rank_in_pair: int, timeout_s: float) -> Any:
