@@ -84,6 +84,10 @@ def test_a_loss_of_another_kind_is_taken_whole(folder: Path) -> None:
     assert_sliced_equals(sliced, stock)
 
 
+def test_plans_leave_no_trace(folder: Path) -> None:
+    run_ranks(workers.auto_leaves_no_trace, 2, folder, folder)
+
+
 @pytest.fixture(scope="module")
 def broken(
     tmp_path_factory: pytest.TempPathFactory, extensions_built: None

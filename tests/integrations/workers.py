@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import terapipe_ds
 from terapipe_ds.integrations import deepspeed_script, legacy_attention, megatron_deepspeed
 from terapipe_ds.runtime import kv_context
 from terapipe_ds.runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
+from terapipe_ds.runtime.cost_cache import CACHE_VARIABLE
 
 from .standin import train
-from .standin.legacy import attention, model
+from .standin.legacy import attention, model, state
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -207,6 +209,27 @@ def _broken(folder: Path, seam: Seam) -> dict[str, Any]:
         return run_script(write_config(folder), *arguments)
     finally:
         patch.undo()
+
+
+# Plans
+
+
+def auto_leaves_no_trace(folder: Path) -> None:
+    """Training after a profile equals training with the planned slices given, dropout included."""
+    os.environ[CACHE_VARIABLE] = str(folder)
+    deepspeed_script.rebind(deepspeed)
+    options = ("--attention-dropout", "0.1")
+    states = dict(state.get_cuda_rng_tracker().get_states())
+    block = {"slices": "auto", "profile_budget_s": 0.1, "timeout_s": 60}
+    args = train.parse(["--deepspeed_config", write_config(folder, block), *options])
+    engine = train.set_up(args)
+    batches = train.data(1, args)
+    found = [engine.train_batch(batches).item() for _ in range(args.train_iters)]
+    (plan,) = engine.plans.values()
+    state.get_cuda_rng_tracker().set_states(states)
+    block = {**BLOCK, "slices": str(plan.scheme)}
+    expected = run_script(write_config(folder, block), *options)["losses"]
+    assert found == expected, (str(plan.scheme), found, expected)
 
 
 # Refusals

@@ -46,8 +46,8 @@ def data(seed: int, args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor
         yield {"text": torch.randint(0, args.padded_vocab_size, size, generator=draw)}
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, evaluates, saves; returns what it prints."""
+def set_up(args: argparse.Namespace) -> Any:
+    """The engine."""
     set_args(args)
     deepspeed.init_distributed("gloo")
     torch.manual_seed(5)
@@ -61,6 +61,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     engine.set_batch_fn(get_batch_pipe)
     if args.load:
         engine.load_checkpoint(args.load)
+    return engine
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains, evaluates, saves; returns what it prints."""
+    engine = set_up(args)
     batches = data(1, args)
     for _ in range(engine.global_steps * engine.micro_batches):
         next(batches)
