@@ -46,7 +46,7 @@ def rebind(deepspeed: Any) -> None:
         return
 
     @functools.wraps(stock)
-    def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    def initialize(*args: Any, **kwargs: Any) -> Any:
         from ..runtime import launch
 
         if not launch.has_block(*args, **kwargs):

@@ -8,6 +8,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 
+import terapipe_ds
 from terapipe_ds.errors import ConfigError
 from terapipe_ds.integrations import deepspeed_script, install
 from terapipe_ds.runtime.deepspeed_seams import STOCK, stock_initialize
@@ -70,6 +71,17 @@ def test_without_a_block_the_stock_function_is_called(monkeypatch: pytest.Monkey
     assert deepspeed.initialize.__name__ == "initialize"
     for config in ("stock.json", Path("stock.json"), "none.json", {}, {"bf16": {}}, 3, None):
         assert deepspeed.initialize("a model", config=config) == ("a model", config)
+
+
+def test_the_environment_also_switches_a_called_initialize_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deepspeed, "initialize", lambda model=None, config=None: "stock")
+    monkeypatch.setenv("TERAPIPE", "0")
+    assert terapipe_ds.initialize(model="a model", config="sliced.json") == "stock"
+    monkeypatch.setenv("TERAPIPE", "off")
+    with pytest.raises(ConfigError, match=r"^TERAPIPE: found 'off'"):
+        terapipe_ds.initialize(model="a model", config="sliced.json")
 
 
 @pytest.mark.parametrize("config", ["sliced.json", Path("sliced.json"), {"terapipe": {}}])
