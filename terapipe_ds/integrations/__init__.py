@@ -1,14 +1,14 @@
 """Other people's training scripts, run sliced without an edit.
 
-Each integration is a module here with ``install(argv) -> bool``. It is called before the script
-starts, gets the script's arguments, prepares this process, and says whether it applies. It must not
-import torch, DeepSpeed or megatron: a script may set what these read when they are imported.
+Each integration is a module here with ``install(argv: list[str]) -> bool``. It is called before the
+script starts, gets the script's arguments, may take options of its own out of them, prepares this
+process, and says whether it applies. It must not import torch, DeepSpeed or megatron: a script may
+set what these read when they are imported (``after_import.py`` waits for that).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 
 from ..config import switched_off
@@ -16,13 +16,14 @@ from ..config import switched_off
 _INTEGRATIONS = ("deepspeed_script",)
 
 
-def install(argv: Sequence[str] | None = None) -> list[str]:
+def install(argv: list[str] | None = None) -> list[str]:
     """Prepares this process for a script, by every integration that applies to it.
 
     ``terapipe_ds.run`` calls it; a script that is started without can do so in its first line.
 
     Args:
-        argv: the script's arguments, without its name; this process's own if None.
+        argv: the script's arguments, without its name; this process's own if None. Integrations
+            take their own options out of it.
 
     Returns:
         The names of the integrations that apply; none with ``TERAPIPE=0`` in the environment.
@@ -33,9 +34,12 @@ def install(argv: Sequence[str] | None = None) -> list[str]:
     if switched_off():
         return []
     arguments = sys.argv[1:] if argv is None else argv
-    return [
+    found = [
         name for name in _INTEGRATIONS if import_module(f".{name}", __name__).install(arguments)
     ]
+    if argv is None:
+        sys.argv[1:] = arguments
+    return found
 
 
 __all__ = ["install"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import deepspeed
 import pytest
 
 import terapipe_ds
+from terapipe_ds import integrations
 from terapipe_ds.errors import ConfigError
 from terapipe_ds.integrations import deepspeed_script, install
 from terapipe_ds.runtime.deepspeed_seams import STOCK, stock_initialize
@@ -60,6 +62,18 @@ def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_process_own_arguments_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["script.py", "--deepspeed_config", "stock.json"])
     assert install() == []
+
+
+def test_an_integration_may_take_its_options_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    taker = ModuleType("terapipe_ds.integrations.taker")
+    taker.install = lambda argv: argv.remove("--mine") is None
+    monkeypatch.setitem(sys.modules, taker.__name__, taker)
+    monkeypatch.setattr(integrations, "_INTEGRATIONS", ("taker",))
+    arguments = ["--lr", "--mine", "1"]
+    assert install(arguments) == ["taker"]
+    monkeypatch.setattr(sys, "argv", ["script.py", "--mine", "--lr"])
+    assert install() == ["taker"]
+    assert (arguments, sys.argv) == (["--lr", "1"], ["script.py", "--lr"])
 
 
 def test_without_a_block_the_stock_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
