@@ -46,13 +46,14 @@ from .auto import CHECKPOINT_KEY, AutoPlans
 from .auxiliary import scale_auxiliary_losses, scaled_loss
 from .boundary import Boundary
 from .channel import Peer, RecvChannel, SendChannel, links
-from .deepspeed_seams import autocast_if_enabled, default_store
+from .deepspeed_seams import autocast_if_enabled
 from .header import BatchShape, Pipeline, exchange_shapes
 from .kv_context import current_slice
 from .loading import load
 from .loss import MicroBatchLoss, check_loss_fits, choose_loss
 from .refuse import check_module, check_supported
 from .step import StepState
+from .torch_seams import default_store
 from .tracing import Tracer, check_folder
 from .watchdog import Wait, Watchdog
 from .weight_grads import put_off, split_linear_layers
