@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -115,13 +116,11 @@ class SlicedSchedule:
             shares=groups.tp.size() if config.sequence_parallel else 1,
             sync=sync,
         )
-        if not call.forward_only:
-            sync.begin()
         try:
-            step.run()
+            with nullcontext() if call.forward_only else sync:
+                step.run()
         finally:
             step.release()
-        sync.finish()
         return step.tokens
 
     def _neighbours_in(self, group: Any) -> Neighbours:

@@ -19,6 +19,10 @@ from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -48,6 +52,7 @@ class Setting:
     labels: bool = False
     counts_tokens: bool = False
     documents: bool = False
+    varying: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -57,7 +62,10 @@ class Setting:
 
     @property
     def tolerance(self) -> float:
-        return 1e-5 if self.labels else 1e-12
+        if self.labels:
+            return 1e-5
+        # Experts are scored in fp32 inside.
+        return 1e-6 if "num_moe_experts" in self.config else 1e-12
 
 
 class _OnCpu:
@@ -91,7 +99,9 @@ def initialize(setting: Setting) -> None:
         torch.distributed.init_process_group("gloo")
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=setting.tensor, pipeline_model_parallel_size=setting.pipe
+        tensor_model_parallel_size=setting.tensor,
+        pipeline_model_parallel_size=setting.pipe,
+        expert_model_parallel_size=setting.config.get("expert_model_parallel_size", 1),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(SEED)
 
@@ -106,18 +116,21 @@ def config_of(setting: Setting) -> TransformerConfig:
             "num_attention_heads": 4,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
+            # Large, so that attention matters.
+            "init_method_std": 0.3,
             "params_dtype": dtype,
             "pipeline_dtype": dtype,
             "tensor_model_parallel_size": setting.tensor,
             "pipeline_model_parallel_size": setting.pipe,
             "calculate_per_token_loss": setting.counts_tokens,
+            "variable_seq_lengths": setting.varying,
             **setting.config,
         }
     )
 
 
 def model_of(setting: Setting) -> torch.nn.Module:
-    """This rank's stage; the weights of all ranks differ, and are the same in every call."""
+    """This rank's stage; the weights of all stages differ."""
     config = config_of(setting)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -134,7 +147,7 @@ def model_of(setting: Setting) -> torch.nn.Module:
         for name, module in vars(submodules).items():
             if module is WrappedTorchNorm:
                 setattr(submodules, name, norm)
-    torch.manual_seed(SEED + torch.distributed.get_rank())
+    torch.manual_seed(SEED + parallel_state.get_pipeline_model_parallel_rank())
     model: torch.nn.Module = GPTModel(
         config,
         TransformerBlockSubmodules(
@@ -158,24 +171,23 @@ def model_of(setting: Setting) -> torch.nn.Module:
     return model
 
 
-def batches(
-    count: int, *, documents: bool = False, seed: int = SEED
-) -> Iterator[dict[str, Tensor]]:
+def batches(setting: Setting) -> Iterator[dict[str, Tensor]]:
     """Micro-batches of this data-parallel rank."""
-    draw = torch.Generator().manual_seed(seed + parallel_state.get_data_parallel_rank())
-    for _ in range(count):
-        tokens = torch.randint(0, VOCAB, (SEQUENCES, LENGTH + 1), generator=draw)
-        mask = (torch.rand(SEQUENCES, LENGTH, generator=draw) < 0.7).float()
-        mask[:, : LENGTH // 4] = 0
-        hidden = torch.ones(SEQUENCES, 1, LENGTH, LENGTH).tril() < 0.5
-        if documents:
+    draw = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
+    for number in range(setting.micro_batches):
+        length = LENGTH - 3 * number if setting.varying else LENGTH
+        tokens = torch.randint(0, VOCAB, (SEQUENCES, length + 1), generator=draw)
+        mask = (torch.rand(SEQUENCES, length, generator=draw) < 0.7).float()
+        mask[:, : length // 4] = 0
+        hidden = torch.ones(SEQUENCES, 1, length, length).tril() < 0.5
+        if setting.documents:
             hidden[0, :, 10:, :10] = True
         yield {
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
             "loss_mask": mask,
             "attention_mask": hidden,
-            "position_ids": torch.arange(LENGTH).expand(SEQUENCES, -1),
+            "position_ids": torch.arange(length).expand(SEQUENCES, -1),
         }
 
 
@@ -199,7 +211,8 @@ def forward_step(setting: Setting, iterator: Iterator[Any], model: Any) -> Any:
     output = model(
         batch["tokens"],
         batch["position_ids"],
-        batch["attention_mask"],
+        # The core attention that latent attention is given here is causal by itself.
+        None if "q_lora_rank" in setting.config else batch["attention_mask"],
         labels=batch["labels"] if setting.labels else None,
     )
     return output, partial(loss_func, setting, batch)
@@ -209,7 +222,7 @@ def run(function: Any, setting: Setting, model: torch.nn.Module, **kwargs: Any) 
     """One call of a schedule."""
     return function(
         forward_step_func=partial(forward_step, setting),
-        data_iterator=batches(setting.micro_batches, documents=setting.documents),
+        data_iterator=batches(setting),
         model=[model],
         num_microbatches=setting.micro_batches,
         seq_length=LENGTH,
@@ -219,8 +232,12 @@ def run(function: Any, setting: Setting, model: torch.nn.Module, **kwargs: Any) 
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
-    """By parameter; they are cleared."""
-    found: dict[str, Tensor | None] = {}
+    """By parameter, and experts' losses as they are logged; all are cleared."""
+    found: dict[str, Tensor | None] = {
+        name: logged["values"].clone()
+        for name, logged in get_moe_layer_wise_logging_tracker().items()
+    }
+    clear_aux_losses_tracker()
     for name, parameter in model.named_parameters():
         grad = getattr(parameter, "main_grad", parameter.grad)
         found[name] = None if grad is None else grad.clone()

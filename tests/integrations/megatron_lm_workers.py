@@ -18,6 +18,7 @@ def compared(settings: dict[str, Setting]) -> dict[str, dict[str, float]]:
     found = {}
     for name, setting in settings.items():
         initialize(setting)
+        print(name, flush=True)
         found[name] = compare(setting, forward_backward_func(setting.block))
     return found
 
