@@ -95,11 +95,10 @@ def rebind(schedules: Any, *, block: TeraPipeConfig) -> None:
         return _schedule(block)
 
     setattr(get_forward_backward_func, _STOCK, stock)
-    schedules.get_forward_backward_func = get_forward_backward_func
-    # Its package takes the name from it; unless it is being imported, it has done so already.
-    package = sys.modules.get(_PACKAGE)
-    if getattr(package, stock.__name__, None) is stock:
-        setattr(package, stock.__name__, get_forward_backward_func)
+    # The package takes the name from the module; unless it is being imported, it has done so.
+    for module in (schedules, sys.modules.get(_PACKAGE)):
+        if getattr(module, "get_forward_backward_func", None) is stock:
+            module.get_forward_backward_func = get_forward_backward_func  # type: ignore[union-attr]
 
 
 def forward_backward_func(block: Mapping[str, Any]) -> Callable[..., list[Any]]:

@@ -10,6 +10,7 @@ from terapipe_ds.integrations.megatron_core import forward_backward_func
 from terapipe_ds.runtime import kv_context
 
 from .megatron_lm import Setting, compare, initialize, prepare_stock
+from .standin import pretrain_megatron
 
 
 def compared(settings: dict[str, Setting]) -> dict[str, dict[str, float]]:
@@ -33,5 +34,6 @@ def without_context_gradients(setting: Setting) -> dict[str, float]:
         patch.undo()
 
 
-def messages(*_: Any) -> None:
-    return None
+def script(arguments: list[str]) -> dict[str, Any]:
+    """What the stand-in for megatron's scripts prints, with megatron's own schedule."""
+    return pretrain_megatron.pretrain(pretrain_megatron.parse(arguments))
