@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,10 @@ def forward_backward_func(block: Mapping[str, Any]) -> Callable[..., list[Any]]:
 
 def _schedule(block: TeraPipeConfig) -> Callable[..., list[Any]]:
     if not block.enabled:
-        schedules = sys.modules.get(_SCHEDULES) or __import__(_SCHEDULES, fromlist=["_"])
+        schedules = import_module(_SCHEDULES)
         function = schedules.get_forward_backward_func
-        return getattr(function, _STOCK, function)()
+        stock: Callable[..., list[Any]] = getattr(function, _STOCK, function)()
+        return stock
     # One for all calls: it holds the connections between stages.
     key = json.dumps(block.describe(), sort_keys=True)
     if key not in _made:
