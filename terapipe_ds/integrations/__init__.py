@@ -12,8 +12,9 @@ import sys
 from importlib import import_module
 
 from ..config import switched_off
+from .megatron_core import take_option
 
-_INTEGRATIONS = ("deepspeed_script",)
+_INTEGRATIONS = ("deepspeed_script", "megatron_core")
 
 
 def install(argv: list[str] | None = None) -> list[str]:
@@ -31,12 +32,15 @@ def install(argv: list[str] | None = None) -> list[str]:
     Raises:
         ConfigError: for a wrong setting.
     """
-    if switched_off():
-        return []
     arguments = sys.argv[1:] if argv is None else argv
-    found = [
-        name for name in _INTEGRATIONS if import_module(f".{name}", __name__).install(arguments)
-    ]
+    found: list[str] = []
+    if switched_off():
+        # The script does not know it, and it may stay where it is for a run.
+        take_option(arguments)
+    else:
+        found = [
+            name for name in _INTEGRATIONS if import_module(f".{name}", __name__).install(arguments)
+        ]
     if argv is None:
         sys.argv[1:] = arguments
     return found

@@ -13,11 +13,6 @@ from ..errors import ConfigError
 _REFUSED = (
     ("context_parallel_size", 1, "context parallelism cuts sequences in another way"),
     ("mtp_num_layers", None, "multi-token prediction looks across the ends of slices"),
-    (
-        "expert_model_parallel_size",
-        1,
-        "DeepSpeed's pipeline engine would sum the gradients of different experts",
-    ),
     ("moe_expert_capacity_factor", None, "which tokens are dropped depends on the whole sequence"),
     ("moe_enable_routing_replay", False, "it replays one routing a micro-batch, not one a slice"),
     ("qk_clip", False, "attention kernels here give no largest logits"),
@@ -26,7 +21,6 @@ _REFUSED = (
     ("linear_attention_freq", None, "only softmax attention is supported"),
     ("heterogeneous_block_specs", False, "all layers are built from one spec"),
     ("mrope_section", None, "multimodal rotary positions are not supported"),
-    ("calculate_per_token_loss", False, "the loss is a mean over a micro-batch's valid tokens"),
     ("cuda_graph_impl", "none", "a captured graph would repeat one slice's positions"),
     ("enable_cuda_graph", False, "a captured graph would repeat one slice's positions"),
     ("external_cuda_graph", False, "a captured graph would repeat one slice's positions"),
@@ -37,8 +31,23 @@ _REFUSED = (
 )
 
 
-def check_config(config: TransformerConfig) -> None:
+# What megatron-core's own schedules and data-parallel wrapper do by themselves.
+_REFUSED_UNDER_DEEPSPEED = (
+    (
+        "expert_model_parallel_size",
+        1,
+        "DeepSpeed's pipeline engine would sum the gradients of different experts",
+    ),
+    ("calculate_per_token_loss", False, "the loss is a mean over a micro-batch's valid tokens"),
+)
+
+
+def check_config(config: TransformerConfig, *, under_deepspeed: bool = True) -> None:
     """Raises for settings of megatron's configuration that cannot be sliced correctly.
+
+    Args:
+        config: megatron's.
+        under_deepspeed: whether DeepSpeed runs the layers, or megatron's own schedules.
 
     Raises:
         ConfigError: names the setting, what was found and what is allowed.
@@ -56,7 +65,8 @@ def check_config(config: TransformerConfig) -> None:
             "apply_rope_fusion: found True with multi_latent_attention, allowed is False (the "
             "fused kernel starts at position 0); change apply_rope_fusion"
         )
-    for name, allowed, reason in _REFUSED:
+    refused = _REFUSED + _REFUSED_UNDER_DEEPSPEED if under_deepspeed else _REFUSED
+    for name, allowed, reason in refused:
         found = getattr(config, name, allowed)
         if found != allowed:
             raise ConfigError(

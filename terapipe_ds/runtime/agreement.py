@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
-import deepspeed
 import torch.distributed
 
 from .. import __version__
@@ -39,7 +38,7 @@ def agree(fields: Mapping[str, Any], error: TeraPipeError | None = None) -> None
                 raise ConfigError(
                     f"{field}: found {reference.get(field)!r} on rank 0 and {other.get(field)!r} "
                     f"on rank {rank}, allowed is the same on every rank; give all ranks the same "
-                    "DeepSpeed configuration and the same installation"
+                    "configuration and the same installation"
                 )
 
 
@@ -52,19 +51,26 @@ def error_of(check: Callable[[], Any]) -> TeraPipeError | None:
     return None
 
 
+def common_settings(block: TeraPipeConfig) -> dict[str, Any]:
+    """What must be the same on all ranks whatever runs their slices, by name."""
+    return {
+        **block.describe(),
+        "terapipe_ds version": __version__,
+        "torch version": torch.__version__,
+        "megatron-core version": metadata.version("megatron-core"),
+    }
+
+
 def settings(block: TeraPipeConfig, ds_config: Any) -> dict[str, Any]:
-    """What must be the same on all ranks for their slices to meet, by name.
+    """What must be the same on all ranks for their slices to meet under DeepSpeed, by name.
 
     Args:
         block: the ``"terapipe"`` block.
         ds_config: the ``DeepSpeedConfig``.
     """
     return {
-        **block.describe(),
-        "terapipe_ds version": __version__,
-        "deepspeed version": deepspeed.__version__,
-        "torch version": torch.__version__,
-        "megatron-core version": metadata.version("megatron-core"),
+        **common_settings(block),
+        "deepspeed version": metadata.version("deepspeed"),
         "gradient_accumulation_steps": ds_config.gradient_accumulation_steps,
         "train_micro_batch_size_per_gpu": ds_config.train_micro_batch_size_per_gpu,
         "zero_optimization.stage": int(ds_config.zero_optimization_stage),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from ..errors import ConfigError, TeraPipeError
@@ -21,6 +20,21 @@ from .adapter import ATTRIBUTE, Dims
 
 # Codes of an encoded dimension: a fixed size, sequences, or tokens times a fraction.
 _FIXED, _SEQUENCES, _TOKENS = 0, 1, 2
+# What may cross; a dtype's place is its number in an encoded boundary.
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
 MESSAGE_SIZE = 256
 """int64 numbers of an encoded boundary."""
 
@@ -136,7 +150,7 @@ class Boundary:
         """The boundary as an int64 tensor of ``MESSAGE_SIZE`` numbers, on the CPU."""
         numbers = [len(self.tensors)]
         for template in self.tensors:
-            numbers += [PipelineEngine.DTYPE_TO_ID[template.dtype], int(template.requires_grad)]
+            numbers += [_DTYPES.index(template.dtype), int(template.requires_grad)]
             numbers.append(len(template.shape))
             for dimension in template.shape:
                 numbers += dimension
@@ -153,7 +167,7 @@ class Boundary:
         numbers = iter(message.tolist())
         templates = []
         for _ in range(next(numbers)):
-            dtype = PipelineEngine.ID_TO_DTYPE[next(numbers)]
+            dtype = _DTYPES[next(numbers)]
             requires_grad = bool(next(numbers))
             shape = tuple(
                 (next(numbers), next(numbers), next(numbers)) for _ in range(next(numbers))
@@ -163,10 +177,10 @@ class Boundary:
 
 
 def _template(tensor: Tensor, dim: Dims, *, sequences: int, tokens: int) -> TensorTemplate:
-    if tensor.dtype not in PipelineEngine.DTYPE_TO_ID:
+    if tensor.dtype not in _DTYPES:
         raise ConfigError(
             f"boundary: found {tensor.dtype} between two stages, allowed are "
-            f"{', '.join(map(str, PipelineEngine.ID_TO_DTYPE))}; convert it in the last layer"
+            f"{', '.join(map(str, _DTYPES))}; convert it in the last layer"
         )
     shape = [(_FIXED, size, 1) for size in tensor.shape]
     if dim is not None:

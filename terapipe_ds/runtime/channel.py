@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import RankFailure, TeraPipeError
 from .boundary import MESSAGE_SIZE, Boundary
-from .deepspeed_seams import pair_group
+from .torch_seams import pair_group
 from .watchdog import Wait, Watchdog
 
 # Receives posted ahead of use. Two keep one message on the wire while another is waited for.

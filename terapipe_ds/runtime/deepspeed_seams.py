@@ -1,7 +1,7 @@
-"""Every private name of DeepSpeed and torch that this package relies on, in one place.
+"""Every private name of DeepSpeed that this package relies on, in one place.
 
-Read from DeepSpeed 0.19.8 and torch 2.13.0. ``check_seams`` fails loudly where one has moved;
-``tests/runtime/test_seams.py`` calls it.
+Read from DeepSpeed 0.19.8; torch's are in ``torch_seams.py``. ``check_seams`` fails loudly where
+one has moved; ``tests/runtime/test_seams.py`` calls it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -21,21 +20,17 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from torch.distributed import distributed_c10d
 
-from ..errors import ConfigError, TeraPipeError
-from .host_staged import HostStaged
+from ..errors import TeraPipeError
 
 __all__ = [
     "PIPELINE_ENGINE_SEAMS",
     "ZeroStageEnum",
     "autocast_if_enabled",
     "check_seams",
-    "default_store",
     "gloo_carries_device_tensors",
     "let_gloo_carry_device_tensors",
     "load_ds_config",
-    "pair_group",
     "pipeline_engine_is",
     "stock_initialize",
     "without_gradient_hooks",
@@ -56,8 +51,6 @@ PIPELINE_ENGINE_SEAMS = (
     (PipelineEngine, "_reduce_outputs"),
     (PipelineEngine, "_bcast_pipe_scalar"),
     (PipelineEngine, "_reentrant_activation_checkpointing"),
-    (PipelineEngine, "DTYPE_TO_ID"),
-    (PipelineEngine, "ID_TO_DTYPE"),
     (DeepSpeedEngine, "_backward_prologue"),
     (DeepSpeedEngine, "_backward_epilogue"),
     (_ds_comm, "_needs_cpu_staging"),
@@ -162,39 +155,6 @@ def stock_initialize() -> Callable[..., tuple[Any, Any, Any, Any]]:
     return getattr(deepspeed.initialize, STOCK, deepspeed.initialize)
 
 
-def pair_group(name: str, rank_in_pair: int, timeout_s: float, device: torch.device) -> Any:
-    """A process group of two ranks that only these two take part in making.
-
-    ``torch.distributed.new_group`` is no help here. It is collective over all ranks, so start-up
-    would grow with them; with local synchronisation it names the group by how many groups this rank
-    is in, on which two ranks need not agree (they then wait for each other for ever); and on an
-    eagerly started NCCL it splits the world's communicator, which all ranks must take part in.
-
-    Args:
-        name: the same on both ranks, and used once.
-        rank_in_pair: 0 or 1.
-        timeout_s: after which a transfer fails.
-        device: where the tensors live that are sent.
-
-    Raises:
-        ConfigError: for a backend other than gloo and nccl.
-    """
-    store = torch.distributed.PrefixStore(f"terapipe_ds/{name}", default_store())
-    timeout = timedelta(seconds=timeout_s)
-    backend = torch.distributed.get_backend()
-    if backend == "gloo":
-        group = torch.distributed.ProcessGroupGloo(store, rank_in_pair, 2, timeout=timeout)
-        return group if device.type == "cpu" else HostStaged(group)
-    if backend == "nccl":
-        options = torch.distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return torch.distributed.ProcessGroupNCCL(store, rank_in_pair, 2, options)
-    raise ConfigError(
-        f"dist_backend: found {backend!r}, allowed are 'nccl' and 'gloo'; change the backend given "
-        "to deepspeed.init_distributed"
-    )
-
-
 @contextmanager
 def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, gradients accumulate without telling the optimizers that listen to them.
@@ -213,8 +173,3 @@ def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]
     finally:
         for hooks, before in kept:
             hooks.update(before)
-
-
-def default_store() -> torch.distributed.Store:
-    """The store through which the ranks found each other."""
-    return distributed_c10d._get_default_store()

@@ -27,13 +27,13 @@ from .auto import CHECKPOINT_KEY, AutoPlans
 from .auxiliary import scale_auxiliary_losses
 from .channel import Peer, RecvChannel, SendChannel, links
 from .checkpoints import check_loadable
-from .deepspeed_seams import default_store
 from .header import BatchShape, Pipeline, exchange_shapes
 from .loading import load
 from .loss import MicroBatchLoss, check_loss_fits, choose_loss
 from .refuse import check_module, check_supported
 from .slice_execution import SliceExecution
 from .step import StepState
+from .torch_seams import default_store
 from .tracing import Tracer, check_folder
 from .watchdog import Wait, Watchdog
 from .weight_grads import split_linear_layers

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed import comm as dist
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError, DataIteratorEnded, TeraPipeError

@@ -7,6 +7,7 @@ announced its failure in the ranks' rendezvous store.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -71,6 +72,8 @@ class Watchdog:
         self._host_is_gone = False
         self._announced = False
         self._threads: list[threading.Thread] = []
+        # Held for each look into the store, and for good when Python ends.
+        self._looking = threading.Lock()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -83,6 +86,7 @@ class Watchdog:
             ]
             for thread in self._threads:
                 thread.start()
+            atexit.register(self._rest)
         self._steps += 1
         try:
             yield
@@ -116,6 +120,10 @@ class Watchdog:
         if not self._host_is_gone:
             time.sleep(2 * self._interval)
 
+    def _rest(self) -> None:
+        """Lets no thread come back from the store while Python ends: that aborts the process."""
+        self._looking.acquire(timeout=1.0)
+
     def _tell(self, reason: str) -> None:
         try:
             self._store.set(_ABORT_KEY, f"{self.name}: {reason}")
@@ -138,7 +146,8 @@ class Watchdog:
             time.sleep(self._interval)
             if not self._steps:
                 continue
-            reason = self._abort_reason()
+            with self._looking:
+                reason = self._abort_reason()
             # What this rank has announced itself it also says itself.
             if reason is not None and self._steps and not self._announced:
                 print(f"terapipe-ds: {self.name} ends{reason}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from terapipe_ds.runtime import deepspeed_seams
+from terapipe_ds.runtime import torch_seams
 from terapipe_ds.runtime.host_staged import HostStaged
 
 Pair = list[Any]
@@ -17,12 +17,12 @@ Pair = list[Any]
 def connected(device: str, monkeypatch: pytest.MonkeyPatch) -> Pair:
     """Both ends of a pair over gloo, for tensors of a device, in one process."""
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(deepspeed_seams, "default_store", lambda: store)
+    monkeypatch.setattr(torch_seams, "default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
     ends: Pair = [None, None]
 
     def connect(rank: int) -> None:
-        ends[rank] = deepspeed_seams.pair_group("a pair", rank, 20, torch.device(device))
+        ends[rank] = torch_seams.pair_group("a pair", rank, 20, torch.device(device))
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
     for thread in threads:
