@@ -20,15 +20,15 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch.distributed import distributed_c10d
 
 from ..errors import ConfigError, TeraPipeError
+from ..versions import TESTED
 from .host_staged import HostStaged
+from .refuse_settings import backend_refusal
 
 __all__ = [
     "PIPELINE_ENGINE_SEAMS",
-    "ZeroStageEnum",
     "autocast_if_enabled",
     "check_seams",
     "default_store",
@@ -82,7 +82,7 @@ def check_seams() -> None:
     if missing:
         raise TeraPipeError(
             f"deepspeed: found version {deepspeed.__version__} without {', '.join(missing)}, "
-            "allowed is 0.19.8; install that version"
+            f"allowed is {TESTED['deepspeed']}; install that version"
         )
 
 
@@ -189,10 +189,7 @@ def pair_group(name: str, rank_in_pair: int, timeout_s: float, device: torch.dev
         options = torch.distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return torch.distributed.ProcessGroupNCCL(store, rank_in_pair, 2, options)
-    raise ConfigError(
-        f"dist_backend: found {backend!r}, allowed are 'nccl' and 'gloo'; change the backend given "
-        "to deepspeed.init_distributed"
-    )
+    raise ConfigError(backend_refusal(backend))
 
 
 @contextmanager
