@@ -1,7 +1,7 @@
-"""The ``terapipe`` command: measure, plan, simulate, write the plan into a DeepSpeed JSON.
+"""The ``terapipe`` command: measures, plans, simulates, writes plans into a JSON, checks a setup.
 
 Exit code 0 is success; 2 is bad input, with one line on stderr that says what was found, what is
-allowed and what to change. No file is half-written.
+allowed and what to change; 1 is for what ``terapipe doctor`` finds. No file is half-written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     args = _parser().parse_args(arguments)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except TeraPipeError as error:
         print(f"terapipe: {error}", file=sys.stderr)
         return 2
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_simulate(commands)
     _add_inject(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -161,6 +162,27 @@ def _add_inject(commands: Any) -> None:
     parser.add_argument("--out", type=Path, help="where to write it (in place)")
     parser.add_argument("--json", action="store_true", help="print the changes for programs")
     parser.set_defaults(run=_inject)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say whether this environment, script and DeepSpeed JSON will slice",
+        description="Says whether this environment, script and DeepSpeed JSON will slice. Exit "
+        "code 1 if anything would be refused.",
+    )
+    parser.add_argument(
+        "--deepspeed-config", type=Path, help="the JSON, if the script's arguments do not name it"
+    )
+    parser.add_argument("--model", type=Path, help="the model's shape, as in configs/models")
+    parser.add_argument("--json", action="store_true", help="print the findings for programs")
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ARGUMENTS",
+        help="as after terapipe_ds.run",
+    )
+    parser.set_defaults(run=_doctor)
 
 
 def _profile(args: argparse.Namespace) -> None:
@@ -297,6 +319,15 @@ def _inject(args: argparse.Namespace) -> None:
         return
     print("\n".join(changes) or "nothing to change")
     print(f"written: {out}")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor import as_data, as_text, counts, examine, read_case
+
+    case = read_case(ds_config=args.deepspeed_config, command=args.script, model=args.model)
+    findings = examine(case)
+    print(json.dumps(as_data(findings)) if args.json else as_text(findings))
+    return 1 if counts(findings)[0] else 0
 
 
 def _check_shape(cost: CostModel, shape: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and where measured costs are kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+CACHE_VARIABLE = "TERAPIPE_CACHE"
+
+
+def cache_folder() -> Path:
+    """Where measured costs are kept; it need not be there yet."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen) if chosen else Path.home() / ".cache" / "terapipe_ds"
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 Each integration is a module here with ``install(argv: list[str]) -> bool``. It is called before the
 script starts, gets the script's arguments, may take options of its own out of them, prepares this
-process, and says whether it applies. It must not import torch, DeepSpeed or megatron: a script may
+process, and says whether it applies. ``applies(argv: list[str]) -> bool`` says so and does nothing
+else. It must not import torch, DeepSpeed or megatron: a script may
 set what these read when they are imported (``after_import.py`` waits for that).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from ..config import switched_off
@@ -46,4 +48,23 @@ def install(argv: list[str] | None = None) -> list[str]:
     return found
 
 
-__all__ = ["install"]
+def applying(argv: Sequence[str]) -> list[str]:
+    """The integrations that :func:`install` would prepare this process by, if not switched off.
+
+    Nothing is prepared.
+
+    Args:
+        argv: the script's arguments, without its name.
+
+    Returns:
+        Their names.
+
+    Raises:
+        ConfigError: for a wrong setting.
+    """
+    return [
+        name for name in _INTEGRATIONS if import_module(f".{name}", __name__).applies(list(argv))
+    ]
+
+
+__all__ = ["applying", "install"]

@@ -17,8 +17,9 @@ from typing import Any
 
 from ..config import BLOCK
 from .after_import import after_import
+from .arguments import value_of
 
-_OPTION = "--deepspeed_config"
+OPTION = "--deepspeed_config"
 
 
 def install(argv: Sequence[str]) -> bool:
@@ -28,12 +29,28 @@ def install(argv: Sequence[str]) -> bool:
         argv: the script's arguments.
 
     Returns:
-        Whether there may be a block: not if the JSON that ``--deepspeed_config`` names has none.
+        Whether it applies.
     """
-    if _surely_has_no_block(argv):
+    if not applies(argv):
         return False
     after_import("deepspeed", rebind)
     return True
+
+
+def applies(argv: Sequence[str]) -> bool:
+    """Whether there may be a block: not if the JSON that ``--deepspeed_config`` names has none.
+
+    A script may also make its configuration in code, or name it in another way.
+    """
+    path = value_of(OPTION, argv)
+    if path is None:
+        return True
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError):
+        # DeepSpeed also reads JSON with comments, and base64.
+        return True
+    return isinstance(content, dict) and BLOCK in content
 
 
 def rebind(deepspeed: Any) -> None:
@@ -57,28 +74,4 @@ def rebind(deepspeed: Any) -> None:
     deepspeed.initialize = initialize
 
 
-def _surely_has_no_block(argv: Sequence[str]) -> bool:
-    """A script may also make its configuration in code, or name it in another way."""
-    path = _value_of(_OPTION, argv)
-    if path is None:
-        return False
-    try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError):
-        # DeepSpeed also reads JSON with comments, and base64.
-        return False
-    return not isinstance(content, dict) or BLOCK not in content
-
-
-def _value_of(option: str, argv: Sequence[str]) -> str | None:
-    """An option's value, the last one where it is given twice, as ``argparse`` takes it."""
-    value = None
-    for index, argument in enumerate(argv):
-        if argument == option and index + 1 < len(argv):
-            value = argv[index + 1]
-        elif argument.startswith(f"{option}="):
-            value = argument.partition("=")[2]
-    return value
-
-
-__all__ = ["install", "rebind"]
+__all__ = ["applies", "install", "rebind"]

@@ -28,42 +28,10 @@ from ..errors import ConfigError
 from ..runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
 from ..runtime.cost_cache import log
 from .legacy_attention import check_core, is_core, slice_core
-
-_OFF = 'or set "terapipe": {"enabled": false}, or TERAPIPE=0'
+from .megatron_deepspeed_options import OFF, REFUSED, REFUSED_ABOVE_ONE, SPLIT_BACKWARD, refusal
 
 _BATCH_FIRST = TensorDims(batch=0, sequence=1)
 _SEQUENCE_FIRST = TensorDims(batch=1, sequence=0)
-
-# Arguments of megatron that slices cannot keep to: name, the option to drop, and why.
-_REFUSED = (
-    ("use_flash_attn_v1", "--use-flash-attn-v1", "its causal mask ends in the wrong corner"),
-    ("use_flash_attn_v2", "--use-flash-attn-v2", "its path wants as many queries as keys"),
-    ("use_flash_attn_triton", "--use-flash-attn-triton", "it wants as many queries as keys"),
-    ("use_flash_attn_builder", "--use-flash-attn-builder", "it wants as many queries as keys"),
-    ("use_flash_attn", "--use-flash-attn", "its path wants as many queries as keys"),
-    (
-        "use_rotary_position_embeddings",
-        "--use-rotary-position-embeddings",
-        "its table is kept by length alone, so every slice would get the first positions",
-    ),
-    ("reset_attention_mask", "--reset-attention-mask", "stages share one constant mask"),
-    ("sequence_parallel", "--sequence-parallel", "it shares positions out by the whole sequence"),
-    ("force_ds_sequence_parallel", "--force-ds-sequence-parallel", "it cuts sequences itself"),
-    ("ds_sequence_parallel_fpdt", "--ds-sequence-parallel-fpdt", "it cuts sequences itself"),
-    ("retro_add_retriever", "--retro-add-retriever", "it attends across the ends of slices"),
-    ("random_ltd", "--random-ltd", "it drops tokens within a slice"),
-    ("num_experts_switch", "--num-experts-switch", "experts are not supported yet"),
-    (
-        "curriculum_learning_legacy",
-        "curriculum_learning in the DeepSpeed JSON",
-        "the mask would not fit the sequences",
-    ),
-    (
-        "data_efficiency_curriculum_learning",
-        "--data-efficiency-curriculum-learning",
-        "the mask would not fit the sequences",
-    ),
-)
 
 
 def adapt(model: PipelineModule) -> bool:
@@ -114,18 +82,14 @@ def check(args: Any, model: nn.Module) -> None:
     Raises:
         ConfigError: names the option to change.
     """
-    for name, option, reason in _REFUSED:
+    for name, option, reason in REFUSED:
         found = getattr(args, name, None)
         if found:
-            raise _refusal(option, repr(found), reason)
-    if max(_as_list(getattr(args, "num_experts", None)), default=1) > 1:
-        raise _refusal("--num-experts", repr(args.num_experts), "experts are not supported yet")
-    if (getattr(args, "ds_sequence_parallel_size", 1) or 1) > 1:
-        raise _refusal(
-            "--ds-sequence-parallel-size",
-            repr(args.ds_sequence_parallel_size),
-            "it cuts sequences itself",
-        )
+            raise ConfigError(refusal(option, found, reason))
+    for name, option, reason in REFUSED_ABOVE_ONE:
+        found = getattr(args, name, None)
+        if max(_as_list(found), default=1) > 1:
+            raise ConfigError(refusal(option, found, reason))
     _check_mask(args.attn_mask, args.seq_length)
     for layer in model.modules():
         if hasattr(layer, "self_attention"):
@@ -133,13 +97,6 @@ def check(args: Any, model: nn.Module) -> None:
     for core in model.modules():
         if is_core(core):
             check_core(core, args.attn_mask)
-
-
-def _refusal(option: str, found: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{option}: found {found}, allowed is none with token slices ({reason}); drop {option}, "
-        f"{_OFF}"
-    )
 
 
 def _as_list(value: Any) -> list[int]:
@@ -160,7 +117,7 @@ def _check_mask(mask: Any, length: int) -> None:
         raise ConfigError(
             f"attention: found {found} in the script's arguments (attn_mask), allowed is a boolean "
             f"causal mask {list(shape)}, since a slice cannot see later tokens; change the "
-            f"script's mask, {_OFF}"
+            f"script's mask, {OFF}"
         )
 
 
@@ -173,20 +130,17 @@ def _check_layer(layer: nn.Module) -> None:
             f"attention: found {type(attention).__name__} of {', '.join(kinds) or 'no modules'}, "
             "allowed is one legacy core attention of queries, keys, values and a mask, whose "
             "context slices can keep; drop the options that change the attention (such as "
-            f"--use-flash-attn and sparse or sequence-parallel attention), {_OFF}"
+            f"--use-flash-attn and sparse or sequence-parallel attention), {OFF}"
         )
     if hasattr(layer, "inter_attention"):
         raise ConfigError(
             f"attention: found {type(layer).__name__} with a second attention over another "
-            f"sequence, allowed is self-attention alone; use a decoder-only model, {_OFF}"
+            f"sequence, allowed is self-attention alone; use a decoder-only model, {OFF}"
         )
 
 
 def _refuse_to_split(model: nn.Module) -> None:
-    raise ConfigError(
-        'terapipe.schedule: found "zb-h1", allowed are "1f1b" and "gpipe" for this model (its '
-        "linear layers cannot put their weight gradients off); change terapipe.schedule"
-    )
+    raise ConfigError(SPLIT_BACKWARD)
 
 
 # The script's own functions

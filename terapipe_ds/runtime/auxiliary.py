@@ -20,7 +20,7 @@ def scale_auxiliary_losses(engine: Any) -> None:
     Args:
         engine: a ``PipelineEngine``, stock or sliced.
     """
-    adapter = getattr(engine.module, ATTRIBUTE, None)
+    adapter = getattr(getattr(engine, "module", None), ATTRIBUTE, None)
     if not isinstance(adapter, SequenceAdapter) or adapter.scale_auxiliary_losses is None:
         return
     scale = adapter.scale_auxiliary_losses

@@ -20,6 +20,7 @@ from deepspeed.utils.logging import print_dist
 from torch import Tensor
 
 from ..errors import TeraPipeError
+from ..files import CACHE_VARIABLE, cache_folder
 from ..planner.cost import CostModel
 from ..schedule.order import splits_backward
 from .agreement import settings
@@ -27,8 +28,6 @@ from .header import BatchShape
 
 if TYPE_CHECKING:
     from .engine import TokenSliceEngine
-
-CACHE_VARIABLE = "TERAPIPE_CACHE"
 
 
 def about(engine: TokenSliceEngine, shape: BatchShape) -> dict[str, Any]:
@@ -95,8 +94,7 @@ def _cpu_name() -> str:
 
 def cache_path(stages: list[dict[str, Any]]) -> Path:
     digest = hashlib.sha256(json.dumps(stages, sort_keys=True, default=str).encode()).hexdigest()
-    folder = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "terapipe_ds"
-    return Path(folder) / f"cost-{digest[:16]}.json"
+    return cache_folder() / f"cost-{digest[:16]}.json"
 
 
 def read_cache(path: Path) -> dict[str, Any] | None:
@@ -120,4 +118,4 @@ def log(message: str) -> None:
     print_dist(f"terapipe: {message}", ranks=[0])
 
 
-__all__ = ["CACHE_VARIABLE", "about", "cache_path", "log", "read_cache", "write_cache"]
+__all__ = ["about", "cache_path", "log", "read_cache", "write_cache"]

@@ -19,13 +19,12 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
-from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ..errors import TeraPipeError
+from ..versions import TESTED
 
 __all__ = [
     "PIPELINE_ENGINE_SEAMS",
-    "ZeroStageEnum",
     "autocast_if_enabled",
     "check_seams",
     "gloo_carries_device_tensors",
@@ -75,7 +74,7 @@ def check_seams() -> None:
     if missing:
         raise TeraPipeError(
             f"deepspeed: found version {deepspeed.__version__} without {', '.join(missing)}, "
-            "allowed is 0.19.8; install that version"
+            f"allowed is {TESTED['deepspeed']}; install that version"
         )
 
 

@@ -12,26 +12,14 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from ..config import TeraPipeConfig
 from ..errors import ConfigError
 from .adapter import adapter_of
-from .deepspeed_seams import ZeroStageEnum, gloo_carries_device_tensors
+from .deepspeed_seams import gloo_carries_device_tensors
 from .loss import choose_loss
-
-# Switches of DeepSpeed's JSON that would be ignored or go wrong in slices, and why.
-_REFUSED_FEATURES = (
-    ("progressive_layer_drop.enabled", "every slice of a sequence must go through the same layers"),
-    ("data_efficiency.data_routing.random_ltd.enabled", "it drops tokens within a slice"),
-    ("compile.deepcompile", "compiled code would be specialised on one slice"),
-    ("flops_profiler.enabled", "it would profile one slice for a micro-batch"),
+from .refuse_settings import (
+    curriculum_refusal,
+    has_sampled_curriculum,
+    queue_refusal,
+    refused_settings,
 )
-
-
-def _switched_on(ds_config: dict[str, Any], path: str) -> bool:
-    value: Any = ds_config
-    for key in path.split("."):
-        value = value.get(key, False) if isinstance(value, dict) else False
-    return value is True
-
-
-_CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
 
 
 def check_supported(
@@ -59,34 +47,16 @@ def check_supported(
             f"num_stages: found {stages} stages for {layers} pipeline layers, allowed is at most "
             "one stage a layer; lower num_stages, or give the model more layers"
         )
-    if ds_config.zero_optimization_stage > ZeroStageEnum.optimizer_states:
-        raise ConfigError(
-            f"zero_optimization.stage: found {int(ds_config.zero_optimization_stage)}, allowed are "
-            "0 and 1 (pipeline parallelism keeps whole gradients on a stage); change "
-            "zero_optimization.stage"
-        )
-    if ds_config.float16_config.enabled and not ds_config.zero_optimization_stage:
-        raise ConfigError(
-            "zero_optimization.stage: found 0 with fp16, allowed is 1 (without ZeRO, DeepSpeed "
-            "0.19.8 divides gradients by a loss scale that the loss was not multiplied with); set "
-            "zero_optimization.stage to 1, or use bf16"
-        )
-    for path, reason in _REFUSED_FEATURES:
-        if _switched_on(ds_config._param_dict, path):
-            raise ConfigError(
-                f"{path}: found true, allowed is false with token slices ({reason}); switch it off"
-            )
-    if (
-        training_data is not None
-        and stages > 1
-        and _switched_on(ds_config._param_dict, _CURRICULUM)
-    ):
-        raise ConfigError(
-            f"{_CURRICULUM}: found true with training_data and {stages} stages, allowed is one "
-            "stage (DeepSpeed 0.19.8's sampler sends every stage's replicas the first rank's "
-            "choice, and only the first stage's have that rank among them); set it to false and "
-            "give train_batch an iterator that shortens the sequences"
-        )
+    ds_json = ds_config._param_dict
+    refused = refused_settings(
+        ds_json,
+        zero_stage=int(ds_config.zero_optimization_stage),
+        fp16=ds_config.float16_config.enabled,
+    )
+    if training_data is not None and stages > 1 and has_sampled_curriculum(ds_json):
+        refused.append(curriculum_refusal(stages))
+    if refused:
+        raise ConfigError(refused[0])
     backend = torch.distributed.get_backend()
     if backend == "gloo" and not gloo_carries_device_tensors():
         raise ConfigError(
@@ -94,11 +64,9 @@ def check_supported(
             "from host memory alone, DeepSpeed's own messages too); change the backend given to "
             "deepspeed.init_distributed"
         )
-    if backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ConfigError(
-            "CUDA_DEVICE_MAX_CONNECTIONS: found 1, allowed is 2 or more (in one queue, a receive "
-            "that waits would hold up the computation that its sender needs); change or unset it"
-        )
+    one_queue = queue_refusal(backend, os.environ)
+    if one_queue is not None:
+        raise ConfigError(one_queue)
     if module.loss_fn is None:
         raise ConfigError(
             "model: found a PipelineModule without loss_fn, allowed is one with loss_fn(outputs, "

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from ..errors import ConfigError
 from .host_staged import HostStaged
+from .refuse_settings import backend_refusal
 
 __all__ = ["default_store", "pair_group"]
 
@@ -44,10 +45,7 @@ def pair_group(name: str, rank_in_pair: int, timeout_s: float, device: torch.dev
         options = torch.distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return torch.distributed.ProcessGroupNCCL(store, rank_in_pair, 2, options)
-    raise ConfigError(
-        f"dist_backend: found {backend!r}, allowed are 'nccl' and 'gloo'; initialize "
-        "torch.distributed with one of them"
-    )
+    raise ConfigError(backend_refusal(backend))
 
 
 def default_store() -> torch.distributed.Store:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import terapipe_ds
+from terapipe_ds.files import CACHE_VARIABLE
 from terapipe_ds.integrations import deepspeed_script, legacy_attention, megatron_deepspeed
 from terapipe_ds.runtime import kv_context
 from terapipe_ds.runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
-from terapipe_ds.runtime.cost_cache import CACHE_VARIABLE
 
 from .standin import train
 from .standin.legacy import attention, model, state

@@ -1,0 +1,68 @@
+"""The releases of other packages that the whole test suite has passed with, stated once.
+
+Others may work: an engine is built all the same, after a warning. Private names that have moved are
+refused by ``runtime/deepspeed_seams.py``, whatever the version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Tested(NamedTuple):
+    """The oldest and the newest release tested."""
+
+    oldest: str
+    newest: str
+
+    def __str__(self) -> str:
+        return self.newest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+
+TESTED = {
+    "torch": Tested("2.13.0", "2.13.0"),
+    "deepspeed": Tested("0.19.8", "0.19.8"),
+    "megatron-core": Tested("0.16.1", "0.16.1"),
+}
+
+OLDEST_PYTHON = "3.10"
+TESTED_PYTHON = Tested("3.11", "3.11")
+
+
+def outside(version: str, tested: Tested) -> bool:
+    """Whether a version lies outside of a range; what it says after its numbers is not compared."""
+    oldest, newest = numbers(tested.oldest), numbers(tested.newest)
+    return not oldest <= numbers(version)[: len(newest)] <= newest
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version starts with: ``2.13.0+cpu`` is (2, 13, 0)."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(number) for number in found.group().split(".")) if found else ()
+
+
+def warning(found: Mapping[str, str]) -> str | None:
+    """What to warn of before an engine is built.
+
+    Args:
+        found: the version in use of each package, by its name in ``TESTED``.
+
+    Returns:
+        One line, or None if all versions are tested ones.
+    """
+    untested = [name for name, version in found.items() if outside(version, TESTED[name])]
+    if not untested:
+        return None
+    return (
+        "versions: found "
+        + ", ".join(f"{name} {found[name]}" for name in untested)
+        + ", tested is "
+        + ", ".join(f"{name} {TESTED[name]}" for name in untested)
+        + "; losses may differ from unsliced training: compare a few steps with TERAPIPE=0, or "
+        "install a tested version"
+    )
+
+
+__all__ = ["OLDEST_PYTHON", "TESTED", "TESTED_PYTHON", "Tested", "numbers", "outside", "warning"]
