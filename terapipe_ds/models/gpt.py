@@ -285,12 +285,18 @@ def _check_stage(module: PipelineModule) -> None:
     if module.activation_checkpoint_func is not non_reentrant_checkpoint:
         return
     for layer in module.modules():
-        if isinstance(layer, TokenSliceCoreAttention) and layer.dropout_p > 0.0:
-            raise ConfigError(
-                f"pipeline.use_reentrant: found false with attention_dropout {layer.dropout_p}, "
-                "allowed is true (DeepSpeed's non-reentrant checkpoint does not restore megatron's "
-                "random states); change pipeline.use_reentrant, or set attention_dropout to 0"
-            )
+        if not isinstance(layer, TokenSliceCoreAttention):
+            continue
+        drawn = {"attention_dropout": layer.dropout_p}
+        if layer.config.sequence_parallel:
+            drawn["hidden_dropout"] = layer.config.hidden_dropout
+        for name, share in drawn.items():
+            if share > 0.0:
+                raise ConfigError(
+                    f"pipeline.use_reentrant: found false with {name} {share}, allowed is true "
+                    "(DeepSpeed's non-reentrant checkpoint does not restore megatron's random "
+                    f"states); change pipeline.use_reentrant, or set {name} to 0"
+                )
 
 
 def _embedding_spec(

@@ -7,6 +7,7 @@ Shapes: ``b`` sequences, ``l`` tokens of a slice (``L`` of the whole sequence), 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -93,12 +94,19 @@ class GPTTransformerLayer(torch.nn.Module):
         return output if starts is None else (output, starts)
 
     def _run(self, hidden_states: Tensor, starts: Tensor | None) -> Tensor:
-        output, _ = self.layer(
-            hidden_states,
-            attention_mask=starts,
-            rotary_pos_emb=self._rotary_table(hidden_states),
-        )
+        with self._draws():
+            output, _ = self.layer(
+                hidden_states,
+                attention_mask=starts,
+                rotary_pos_emb=self._rotary_table(hidden_states),
+            )
         return output
+
+    def _draws(self) -> AbstractContextManager[Any]:
+        """As megatron's ``TransformerBlock``: ranks with tokens of their own draw by themselves."""
+        if self.training and self.layer.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return nullcontext()
 
     def _rotary_table(self, hidden_states: Tensor) -> Tensor | None:
         """The angles of the whole sequence, of which the layer takes its slice's."""

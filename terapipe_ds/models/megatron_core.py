@@ -120,7 +120,9 @@ class TokenSliceCoreAttention(torch.nn.Module):
             )
         dropout_p = self.dropout_p if self.training else 0.0
         # As megatron's own attention: each tensor-parallel rank drops weights of its own heads.
-        draws = get_cuda_rng_tracker().fork() if dropout_p > 0.0 else nullcontext()
+        # Under sequence parallelism all of a layer draws from these states (GPTTransformerLayer).
+        forks = dropout_p > 0.0 and not self.config.sequence_parallel
+        draws = get_cuda_rng_tracker().fork() if forks else nullcontext()
         with draws:
             output = causal_attention(
                 self,

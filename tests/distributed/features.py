@@ -290,3 +290,19 @@ def loss_scale_is_handed_on() -> None:
     engine.set_train_batch_size(4 * cases.SEQUENCES)
     engine.train_batch(iter(batches(4)))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale == 0.25
+
+
+def ranks_draw_by_themselves() -> list[bool]:
+    """Which entries of a layer's output are 0 on this rank, under sequence parallelism."""
+    initialize_distributed()
+    module = small_gpt(
+        topology=PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1),
+        dropout=0.5,
+        config={"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    )
+    layer = next(layer for layer in module.forward_funcs if hasattr(layer, "layer"))
+    # Everything the layer adds is dropout of a constant.
+    for name, parameter in layer.named_parameters():
+        parameter.data.fill_(1.0 if name.endswith("bias") else 0.0)
+    output = layer(torch.zeros(16, 2, cases.HIDDEN))
+    return (output == 0).flatten().tolist()

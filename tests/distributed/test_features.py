@@ -66,3 +66,9 @@ def test_full_recompute(method: str, layers: int, twice: set[int], folder: Path)
     runs = {number: count for result in results for number, count in result.value.items()}
     # Three slices; a layer that is recomputed runs twice for each.
     assert runs == {number: 6 if number in twice else 3 for number in range(1, 7)}
+
+
+def test_ranks_with_tokens_of_their_own_draw_by_themselves(folder: Path) -> None:
+    one, other = run_ranks(features.ranks_draw_by_themselves, 2, folder)
+    assert 0.1 < sum(one.value) / len(one.value) < 0.5
+    assert one.value != other.value
