@@ -84,9 +84,7 @@ def test_other_stages_read_weights_alone(before: int, now: int, tmp_path: Path) 
 def test_other_tensor_parallel_ranks_are_refused(wanted: Any, tmp_path: Path) -> None:
     """As many files, as 2 stages of 2 ranks and as 4 stages."""
     folder = saved(tmp_path, stages=2, ranks=2)
-    with pytest.raises(
-        ConfigError, match=r"of 2 tensor-parallel ranks for a model on 1, .*conv"
-    ):
+    with pytest.raises(ConfigError, match=r"of 2 tensor-parallel ranks for a model on 1, .*conv"):
         check(engine(stages=4), folder, **wanted)
 
 
@@ -117,9 +115,7 @@ def test_universal_checkpoints_fit_any_stages(tmp_path: Path) -> None:
 
 def test_a_stage_needs_the_optimizer_groups_that_were_saved(tmp_path: Path) -> None:
     folder = saved(tmp_path, universal=True)
-    with pytest.raises(
-        ConfigError, match=r"^optimizer: found 1 parameter groups on a stage and"
-    ):
+    with pytest.raises(ConfigError, match=r"^optimizer: found 1 parameter groups on a stage and"):
         check(engine(universal=True, groups=1), folder)
 
 
