@@ -267,7 +267,8 @@ class DeepSpeed(Competitor):
             (plan,) = self.engine.plans.values()
             (group,) = plan.scheme.groups
             return str(list(group.lengths))
-        return str(self.engine.terapipe.slices)
+        slices = self.engine.terapipe.slices
+        return str(slices if isinstance(slices, int) else list(slices))
 
     def step(self, data: Sequence[MicroBatch]) -> None:
         self.loss = float(self.engine.train_batch(iter(data)))
