@@ -19,6 +19,7 @@ from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import (
     clear_aux_losses_tracker,
     get_moe_layer_wise_logging_tracker,
@@ -39,7 +40,10 @@ LENGTH, SEQUENCES, VOCAB = 24, 2, 32
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how; ``config`` goes to megatron's configuration."""
+    """What is trained, and how; ``config`` goes to megatron's configuration.
+
+    ``sparse``: stages are given what they need and no mask, as by Megatron-LM. ``half``: bf16.
+    """
 
     pipe: int = 1
     tensor: int = 1
@@ -53,6 +57,9 @@ class Setting:
     counts_tokens: bool = False
     documents: bool = False
     varying: bool = False
+    sparse: bool = False
+    aligned: bool = False
+    half: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,6 +69,8 @@ class Setting:
 
     @property
     def tolerance(self) -> float:
+        if self.half:
+            return 0.1
         if self.labels:
             return 1e-5
         # Experts are scored in fp32 inside.
@@ -92,6 +101,7 @@ def prepare_stock() -> None:
         return ~ones.tril(window[1]).triu(-window[0])
 
     fused_softmax.get_sliding_window_causal_mask = window_mask
+    fused_softmax.get_default_causal_mask = lambda size: torch.ones(size, size).tril() < 0.5
 
 
 def initialize(setting: Setting) -> None:
@@ -109,6 +119,7 @@ def initialize(setting: Setting) -> None:
 def config_of(setting: Setting) -> TransformerConfig:
     kind = MLATransformerConfig if "q_lora_rank" in setting.config else TransformerConfig
     dtype = torch.float32 if setting.labels else torch.float64
+    dtype = torch.bfloat16 if setting.half else dtype
     return kind(
         **{
             "num_layers": 4,
@@ -124,6 +135,7 @@ def config_of(setting: Setting) -> TransformerConfig:
             "pipeline_model_parallel_size": setting.pipe,
             "calculate_per_token_loss": setting.counts_tokens,
             "variable_seq_lengths": setting.varying,
+            "bf16": setting.half,
             **setting.config,
         }
     )
@@ -162,11 +174,15 @@ def model_of(setting: Setting) -> torch.nn.Module:
         share_embeddings_and_output_weights=setting.tied,
         position_embedding_type=setting.positions,
     ).to(config.params_dtype)
+    if setting.half:
+        model = Float16Module(config, model)
     if setting.ddp is not None:
         ddp = DistributedDataParallelConfig(**setting.ddp)
         model = DistributedDataParallel(config, ddp, model)
         model.broadcast_params()
         config.no_sync_func = model.no_sync
+        if ddp.overlap_grad_reduce and setting.aligned:
+            config.grad_sync_func = model.start_grad_sync
         config.finalize_model_grads_func = finalize_model_grads
     return model
 
@@ -208,6 +224,15 @@ def loss_func(setting: Setting, batch: dict[str, Tensor], output: Tensor) -> Any
 def forward_step(setting: Setting, iterator: Iterator[Any], model: Any) -> Any:
     """As scripts have it."""
     batch = next(iterator)
+    if setting.sparse:
+        first, last = model.module.pre_process, model.module.post_process
+        output = model.module(
+            batch["tokens"] if first else None,
+            batch["position_ids"] if first else None,
+            None,
+            labels=batch["labels"] if last and setting.labels else None,
+        )
+        return output, partial(loss_func, setting, batch)
     output = model(
         batch["tokens"],
         batch["position_ids"],

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch.nn import functional
 
 from tests.distributed.ranks import run_ranks
 
+from . import megatron_lm_options
 from . import megatron_lm_workers as workers
-from .megatron_lm import Setting
+from .megatron_lm import Setting, gap
 
 pytestmark = pytest.mark.distributed
 
@@ -90,6 +92,13 @@ SETTINGS: dict[int, dict[str, Setting]] = {
                 "moe_aux_loss_coeff": [0.1, 0.2],
             },
         ),
+        "half precision": Setting(
+            pipe=2, labels=True, half=True, ddp={"grad_reduce_in_fp32": True}
+        ),
+        "reduction aligned": Setting(pipe=2, ddp={"overlap_grad_reduce": True}, aligned=True),
+        "reduction aligned, zb-h1": Setting(
+            pipe=2, ddp={"overlap_grad_reduce": True}, aligned=True, schedule="zb-h1"
+        ),
         "varying lengths": Setting(
             pipe=2, varying=True, slices=3, config={"moe_token_dispatcher_type": "alltoall"}
         ),
@@ -100,6 +109,7 @@ SETTINGS: dict[int, dict[str, Setting]] = {
         "three": Setting(pipe=4),
         "zb-h1": Setting(pipe=4, schedule="zb-h1"),
         "labels": Setting(pipe=4, labels=True),
+        "as Megatron-LM": Setting(pipe=4, labels=True, sparse=True, ddp={}),
         "replicas": Setting(pipe=2, ddp={}),
         "replicas, overlapped": Setting(pipe=2, ddp={"overlap_grad_reduce": True}, tied=False),
         "sequence parallel": Setting(
@@ -140,3 +150,23 @@ def test_equals_stock(world: int, tmp_path: Path) -> None:
 def test_dropping_the_context_gradient_is_seen(tmp_path: Path) -> None:
     (result,) = run_ranks(workers.without_context_gradients, 1, tmp_path, Setting())
     assert result.value["gradients"] > 1e-3
+
+
+def test_options_act_as_in_stock(tmp_path: Path) -> None:
+    for result in run_ranks(megatron_lm_options.options, 2, tmp_path):
+        stock, sliced = result.value["stock"], result.value["sliced"]
+        assert stock["scaled"] < 1e-12
+        assert sliced["scaled"] < 1e-12
+        assert sliced["first"] == stock["first"] == 4
+        assert set(sliced["timers"]) == {"forward-backward", "forward-compute", "backward-compute"}
+        assert set(sliced["timers"]) <= set(stock["timers"])
+        assert len(stock["outputs"]) == (3 if result.rank == 1 else 0)
+        assert gap(sliced["outputs"], stock["outputs"]) < 1e-12
+        assert len(sliced["other"]) == len(stock["other"])
+        assert all(map(torch.equal, sliced["other"], stock["other"]))
+
+
+def test_dropout_repeats_and_is_recomputed(tmp_path: Path) -> None:
+    (result,) = run_ranks(megatron_lm_options.dropout, 1, tmp_path)
+    assert result.value["again"] == result.value["recomputed"] == 0.0
+    assert result.value["other seed"] > 0.1
