@@ -1,6 +1,6 @@
 """The paper's tables in one model of its cluster: what was measured, predicted, and planned here.
 
-    python benchmarks/paper.py [--json FILE] [--plot FILE]
+    python benchmarks/paper.py [--json FILE]
 
 The model (``v100_cluster.py``) has six parameters for all settings. Four and a limit are fitted, on
 the rows without TeraPipe and on setting 8's uniform slices; every other row is predicted. Then, in
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from about import write_results
 from v100_cluster import HEAD_WIDTH, Cluster, Row, Setting, StageTimes, fit, parameters
 
-from terapipe_ds.files import write_text
 from terapipe_ds.planner import StageMemory, plan
 from terapipe_ds.planner.memory import GIB
 from terapipe_ds.schedule.order import Kind, actions
@@ -67,9 +67,7 @@ def main() -> None:
         f"{'met' if never_worse else 'missed'}"
     )
     if args.json is not None:
-        write_text(args.json, json.dumps(result, indent=2) + "\n")
-    if args.plot is not None:
-        plot(result["rows"], args.plot)
+        write_results(args.json, result)
     sys.exit(0 if met and never_worse else 1)
 
 
@@ -261,33 +259,9 @@ def planned_table(settings: Sequence[Planned]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Predicted against measured, fitted rows and others apart."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 6), layout="constrained")
-    axes = figure.subplots()
-    for fitted, label, marker in ((True, "fitted", "o"), (False, "predicted", "^")):
-        chosen = [row for row in rows if row["fitted"] == fitted]
-        axes.scatter(
-            [row["paper_s"] for row in chosen],
-            [row["predicted_s"] for row in chosen],
-            marker=marker,
-            label=label,
-        )
-    ends = np.array([0.5, 16.0])
-    axes.plot(ends, ends, color="grey", linewidth=1)
-    axes.fill_between(ends, ends * 0.75, ends * 1.25, color="grey", alpha=0.15, label="25%")
-    axes.set(xscale="log", yscale="log", xlabel="paper, s", ylabel="model, s")
-    axes.set_title("Iteration times of TeraPipe's tables")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--plot", type=Path, help="where to draw predicted against measured")
     return parser.parse_args()
 
 
