@@ -126,9 +126,9 @@ def paper(results: dict[str, Any]) -> Lines:
         "cannot be told from the time of a layer by these rows: fitted, it is 0, so there is none.",
         "",
         "Fitted are the rows without TeraPipe and setting 8's uniform slices; nothing else. The "
-        "largest errors are in settings 6 and 7, whose replicas sum gradients over the network "
-        "(5 s of setting 6), and setting 6's slices are not listed one by one: 33 of 64 and 48 "
-        "tokens.",
+        "largest errors are in settings 6 and 7, whose replicas sum most gradients over the "
+        "network: what the model says of that, from settings 1, 2 and 4 too, is too much for them. "
+        "Setting 6's slices are not listed one by one: 33 of 64 and 48 tokens.",
         "",
         f"Of the {held_out['rows']} rows that were not fitted, the model is off by "
         f"{held_out['median_error']:.1%} (median) and {held_out['worst_error']:.1%} (worst).",
