@@ -303,18 +303,18 @@ def peer_wins(rows: Sequence[Row]) -> list[str]:
 
 
 def targets(rows: Sequence[Row]) -> dict[str, bool]:
-    """What must hold on two stages, and whether it does."""
+    """What must hold on two stages, and whether it does; nothing of what was not measured."""
     found = {key[1:]: gain(rows) for key, rows in by_setting(rows).items() if key[0] == STAGES}
     few = [gained for (_, count), gained in found.items() if count in FASTER_AT]
     many = [gained for (_, count), gained in found.items() if count == HARDLY_SLOWER_AT]
-    return {
-        f"faster than every peer at {' and '.join(map(str, FASTER_AT))} micro-batches": all(
-            gained > 1 for gained in few
-        ),
-        f"at most {HARDLY:.0%} slower than the best at {HARDLY_SLOWER_AT}": all(
-            gained >= 1 / (1 + HARDLY) for gained in many
-        ),
-    }
+    told: dict[str, bool] = {}
+    if few:
+        name = f"faster than every peer at {' and '.join(map(str, FASTER_AT))} micro-batches"
+        told[name] = min(few) > 1
+    if many:
+        name = f"at most {HARDLY:.0%} slower than the best at {HARDLY_SLOWER_AT}"
+        told[name] = min(many) >= 1 / (1 + HARDLY)
+    return told
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

@@ -128,7 +128,8 @@ def test_where_a_peer_wins(peers: Any) -> None:
         ({"d1": (2.0, 1.9), "d2": (2.0, 2.0), "d8": (2.0, 2.05)}, [False, True]),
         ({"d1": (2.0, 2.1), "d2": (2.0, 1.9), "d8": (2.0, 2.07)}, [False, False]),
         # Nothing is asked of 4.
-        ({"d4": (1.0, 2.0)}, [True, True]),
+        ({"d4": (1.0, 2.0)}, []),
+        ({"d1": (2.0, 1.9), "d4": (1.0, 2.0)}, [True]),
     ],
 )
 def test_targets(peers: Any, settings: dict[str, tuple[float, float]], met: list[bool]) -> None:

@@ -46,7 +46,14 @@ def peer_rows() -> list[dict[str, Any]]:
 
 RESULTS: dict[str, Any] = {
     "paper": {
-        "parameters": {},
+        "parameters": {
+            "flops": 1e14,
+            "layer_s": 1e-4,
+            "tensor": 1e10,
+            "stage": 2e9,
+            "replica": 1e9,
+            "memory": 7e11,
+        },
         "rows": [
             {"row": "one", "fitted": True, "paper_s": 1.0, "predicted_s": 1.1, "error": 0.1},
             {"row": "two", "fitted": False, "paper_s": 2.0, "predicted_s": 1.5, "error": -0.25},
