@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
@@ -34,14 +34,22 @@ _REFUSED = (
 )
 
 
-def check_call(arguments: Mapping[str, Any]) -> None:
+def check_call(
+    *,
+    model: Any,
+    data_iterator: Any,
+    seq_length: int,
+    decoder_seq_length: int | None,
+    forward_only: bool,
+    collect_non_loss_data: bool,
+    adjust_tensor_shapes_fn: Any,
+) -> None:
     """Raises for arguments of megatron's schedules that slices cannot heed.
 
     Raises:
         ConfigError: names the argument, what was found and what is allowed.
     """
-    model, iterator = arguments["model"], arguments["data_iterator"]
-    for what in (model, iterator):
+    for what in (model, data_iterator):
         if isinstance(what, list) and len(what) != 1:
             raise _refusal(
                 "virtual_pipeline_model_parallel_size",
@@ -49,29 +57,30 @@ def check_call(arguments: Mapping[str, Any]) -> None:
                 "1",
                 "slices have an order of their own",
             )
-    if arguments["adjust_tensor_shapes_fn"] is not None:
+    if adjust_tensor_shapes_fn is not None:
         raise _refusal(
             "adjust_tensor_shapes_fn", "a function", "None", "slices have shapes of their own"
         )
-    if arguments["decoder_seq_length"] not in (None, arguments["seq_length"]):
+    if decoder_seq_length not in (None, seq_length):
         raise _refusal(
             "decoder_seq_length",
-            arguments["decoder_seq_length"],
-            f"None or the seq_length {arguments['seq_length']}",
+            decoder_seq_length,
+            f"None or the seq_length {seq_length}",
             "an encoder attends to all tokens",
         )
-    if arguments["collect_non_loss_data"] and not arguments["forward_only"]:
+    if collect_non_loss_data and not forward_only:
         raise _refusal(
             "collect_non_loss_data", True, "False in training", "it gives no loss to train with"
         )
 
 
-def check_model(model: nn.Module, *, stages: int) -> None:
+def check_model(model: nn.Module, *, stages: int, splits_backward: bool) -> None:
     """Raises for a model, or a setting of its configuration, that cannot be sliced correctly.
 
     Args:
         model: this rank's stage, in its wrappers.
         stages: of the pipeline.
+        splits_backward: whether the schedule puts weights' gradients off.
 
     Raises:
         ConfigError: names what was found and what is allowed.
@@ -98,6 +107,15 @@ def check_model(model: nn.Module, *, stages: int) -> None:
         if found != allowed:
             raise _refusal(name, repr(found), repr(allowed), reason)
     check_built_layers(gpt)
+    if splits_backward and not any(
+        isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        for layer in gpt.decoder.modules()
+    ):
+        raise ConfigError(
+            'terapipe.schedule: found "zb-h1", allowed are "1f1b" and "gpipe" for this model '
+            "(TransformerEngine's linear layers cannot put their weight gradients off); change "
+            "schedule, or use megatron-core's local layer spec"
+        )
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if stages > 1 and torch.distributed.get_backend() == "nccl" and connections == "1":
         raise _refusal(

@@ -65,7 +65,15 @@ class SlicedSchedule:
             ConfigError: for what cannot be sliced correctly.
             RankFailure: if a neighbour was lost.
         """
-        check_call(locals())
+        check_call(
+            model=model,
+            data_iterator=data_iterator,
+            seq_length=seq_length,
+            decoder_seq_length=decoder_seq_length,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+        )
         model, data_iterator = _only(model), _only(data_iterator)
         groups = process_groups() if pg_collection is None else pg_collection
         neighbours = self._neighbours_in(groups.pp)
@@ -139,11 +147,14 @@ class SlicedSchedule:
         *_, gpt = levels(model)
         if hasattr(gpt, _PREPARED):
             return
-        error = error_of(lambda: check_model(model, stages=neighbours.stages))
+        splits = splits_backward(self._block.schedule)
+        error = error_of(
+            lambda: check_model(model, stages=neighbours.stages, splits_backward=splits)
+        )
         with neighbours.watchdog.waiting(Wait("the settings", "all ranks")):
             agree(common_settings(self._block), error)
         slice_layers(gpt)
-        if splits_backward(self._block.schedule):
+        if splits:
             split_linear_layers(gpt)
         setattr(gpt, _PREPARED, True)
 

@@ -113,7 +113,6 @@ def initialize(setting: Setting) -> None:
         pipeline_model_parallel_size=setting.pipe,
         expert_model_parallel_size=setting.config.get("expert_model_parallel_size", 1),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
 
 
 def config_of(setting: Setting) -> TransformerConfig:
@@ -142,7 +141,8 @@ def config_of(setting: Setting) -> TransformerConfig:
 
 
 def model_of(setting: Setting) -> torch.nn.Module:
-    """This rank's stage; the weights of all stages differ."""
+    """This rank's stage; the weights of all stages differ, and are the same in every call."""
+    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
     config = config_of(setting)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,

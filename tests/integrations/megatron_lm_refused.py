@@ -68,6 +68,12 @@ def _not_gpt(arguments: Arguments) -> None:
     arguments["model"] = linear
 
 
+def _without_linear_layers(arguments: Arguments) -> None:
+    """Nothing but layers of another library, which cannot be split."""
+    arguments["model"].decoder.layers = nn.ModuleList()
+    arguments["block"] = {**arguments["block"], "schedule": "zb-h1"}
+
+
 def _steps(step: Callable[..., Any]) -> Change:
     """Another ``forward_step``."""
 
@@ -243,6 +249,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "other sequences": (
         _set(micro_batch_size=3),
         r"^forward_step: found a micro-batch of \(sequences, tokens\) \(2, 24\), allowed is \(3, 2",
+    ),
+    "nothing to put off": (
+        _without_linear_layers,
+        r'^terapipe.schedule: found "zb-h1", allowed are "1f1b" and "gpipe" for this model',
     ),
     "groups": (
         _set(block={"slices": "[(1, [24])] * 2"}),

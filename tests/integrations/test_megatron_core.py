@@ -142,7 +142,7 @@ SETTINGS: dict[int, dict[str, Setting]] = {
 @pytest.mark.parametrize("world", SETTINGS)
 def test_equals_stock(world: int, tmp_path: Path) -> None:
     settings = SETTINGS[world]
-    for result in run_ranks(workers.compared, world, tmp_path, settings):
+    for result in run_ranks(workers.compared, world, tmp_path, settings, timeout=240):
         for name, gaps in result.value.items():
             assert max(gaps.values()) <= settings[name].tolerance, (result.rank, name, gaps)
 
