@@ -155,10 +155,9 @@ def test_summary(small_run: tuple[Path, str]) -> None:
     assert "all right" in printed
 
 
-def top_left(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def top_left(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Tensor:
     """What torch's ``is_causal=True`` means on a rectangle."""
-    for option in ("dropout_p", "window"):
-        options.pop(option, None)
+    options.pop("dropout_p", None)
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     output = functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True, **options
