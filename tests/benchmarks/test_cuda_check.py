@@ -152,9 +152,7 @@ def test_ranks_that_do_not_start_fail_all_parts(
     def broken(*_: Any, folder: Path, **__: Any) -> list[subprocess.Popen[bytes]]:
         (folder / "rank0.log").write_text("No module named 'deepspeed'\n")
         (folder / "rank1.log").write_text("")
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"]) for _ in range(2)
-        ]
+        ranks = [subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"]) for _ in range(2)]
         for rank in ranks:
             rank.wait()
         return ranks
