@@ -58,6 +58,10 @@ def options() -> dict[str, Any]:
         scaled = {key: grad / 8 for key, grad in gradients(model).items()}
         config.grad_scale_func = None
 
+        synced: list[Any] = []
+        config.grad_sync_func = synced.append
+        run(function, SETTING, model)
+        config.grad_sync_func = None
         config.timers = Timers()
         run(function, SETTING, model)
         timers, config.timers = config.timers, None
@@ -76,6 +80,7 @@ def options() -> dict[str, Any]:
         del model.set_is_first_microbatch
         found[name] = {
             "scaled": gap(scaled, plain),
+            "synced": len(synced),
             "timers": sorted(timers.stopped),
             "first": len(told),
             "other": other,

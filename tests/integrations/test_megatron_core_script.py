@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from terapipe_ds import integrations
 from terapipe_ds.config import read_block
 from terapipe_ds.errors import ConfigError, TeraPipeError
 from terapipe_ds.integrations import install, megatron_core
@@ -77,6 +78,8 @@ def schedules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     found.get_forward_backward_func = package.get_forward_backward_func = lambda: "stock"
     monkeypatch.setitem(sys.modules, found.__name__, found)
     monkeypatch.setitem(sys.modules, package.__name__, package)
+    # Not DeepSpeed's, which other tests of this process use.
+    monkeypatch.setattr(integrations, "_INTEGRATIONS", ("megatron_core",))
     return found
 
 
