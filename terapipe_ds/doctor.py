@@ -23,6 +23,7 @@ from .files import cache_folder
 from .integrations.arguments import number_of, value_of
 from .integrations.deepspeed_script import OPTION
 from .models.preset import ModelPreset, load_preset
+from .versions import MODULES
 
 BLOCK_OPTION = "--terapipe-config"
 
@@ -108,7 +109,7 @@ def examine(case: Case) -> list[Finding]:
 
 def _of_the_installation(case: Case) -> Iterator[Finding]:
     yield from libraries.check_python(libraries.python_version())
-    found = {name: libraries.load(name) for name in libraries.MODULES}
+    found = {name: libraries.load(name) for name in MODULES}
     broken = {name for name, library in found.items() if library.error is not None}
     for name, library in found.items():
         # These stand on torch and DeepSpeed, whatever else they ask about.

@@ -7,12 +7,14 @@ refused by ``runtime/deepspeed_seams.py``, whatever the version.
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Tested(NamedTuple):
-    """The oldest and the newest release tested."""
+class Range(NamedTuple):
+    """The oldest and the newest release that were tested."""
 
     oldest: str
     newest: str
@@ -22,16 +24,19 @@ class Tested(NamedTuple):
 
 
 TESTED = {
-    "torch": Tested("2.13.0", "2.13.0"),
-    "deepspeed": Tested("0.19.8", "0.19.8"),
-    "megatron-core": Tested("0.16.1", "0.16.1"),
+    "torch": Range("2.13.0", "2.13.0"),
+    "deepspeed": Range("0.19.8", "0.19.8"),
+    "megatron-core": Range("0.16.1", "0.16.1"),
 }
 
+MODULES = {"torch": "torch", "deepspeed": "deepspeed", "megatron-core": "megatron.core"}
+"""What is imported of each."""
+
 OLDEST_PYTHON = "3.10"
-TESTED_PYTHON = Tested("3.11", "3.11")
+TESTED_PYTHON = Range("3.11", "3.11")
 
 
-def outside(version: str, tested: Tested) -> bool:
+def outside(version: str, tested: Range) -> bool:
     """Whether a version lies outside of a range; what it says after its numbers is not compared."""
     oldest, newest = numbers(tested.oldest), numbers(tested.newest)
     return not oldest <= numbers(version)[: len(newest)] <= newest
@@ -41,6 +46,22 @@ def numbers(version: str) -> tuple[int, ...]:
     """The numbers that a version starts with: ``2.13.0+cpu`` is (2, 13, 0)."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(number) for number in found.group().split(".")) if found else ()
+
+
+def in_use() -> dict[str, str]:
+    """The version of each package that this process has imported."""
+    return {
+        name: str(sys.modules[module].__version__)
+        for name, module in MODULES.items()
+        if module in sys.modules
+    }
+
+
+def warn(rank: int) -> None:
+    """Warns of untested versions in use, on rank 0; Python shows it once."""
+    message = warning(in_use())
+    if message is not None and rank == 0:
+        warnings.warn(message, stacklevel=3)
 
 
 def warning(found: Mapping[str, str]) -> str | None:
@@ -58,11 +79,22 @@ def warning(found: Mapping[str, str]) -> str | None:
     return (
         "versions: found "
         + ", ".join(f"{name} {found[name]}" for name in untested)
-        + ", tested is "
+        + ", tested are "
         + ", ".join(f"{name} {TESTED[name]}" for name in untested)
         + "; losses may differ from unsliced training: compare a few steps with TERAPIPE=0, or "
         "install a tested version"
     )
 
 
-__all__ = ["OLDEST_PYTHON", "TESTED", "TESTED_PYTHON", "Tested", "numbers", "outside", "warning"]
+__all__ = [
+    "MODULES",
+    "OLDEST_PYTHON",
+    "TESTED",
+    "TESTED_PYTHON",
+    "Range",
+    "in_use",
+    "numbers",
+    "outside",
+    "warn",
+    "warning",
+]

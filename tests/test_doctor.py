@@ -66,7 +66,7 @@ def test_library(library: Library, moved: str | None, status: str, text: str) ->
 
 
 def test_what_is_installed_is_found_and_tested() -> None:
-    for name in libraries.MODULES:
+    for name in versions.MODULES:
         library = libraries.load(name)
         assert library.version is not None and library.error is None
         said(libraries.check_library(library), "ok")
@@ -494,6 +494,16 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], folder: Path, line: str, 
     code, out, err = doctors(capsys, line)
     assert (code, out) == (2, "")
     assert says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["", "--model model.json "])
+def test_the_scripts_own_sequence_length_counts(
+    capsys: pytest.CaptureFixture[str], folder: Path, model: str
+) -> None:
+    line = f"{model}script.py --deepspeed_config good.json --seq-length 3"
+    code, out, _ = doctors(capsys, line)
+    assert code == 1
+    assert "terapipe.slices: found 4 slices for a sequence of 3 tokens" in out
 
 
 def test_broken_installations_are_findings(folder: Path) -> None:

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from ..errors import TeraPipeError
 from ..runtime.refuse_settings import backend_refusal
-from ..versions import OLDEST_PYTHON, TESTED, TESTED_PYTHON, numbers, outside
+from ..versions import MODULES, OLDEST_PYTHON, TESTED, TESTED_PYTHON, numbers, outside
 from .findings import Finding, note, ok, one_line, refused
 
-# What is imported for each package, and where this one stands on its private names.
-MODULES = {"torch": "torch", "deepspeed": "deepspeed", "megatron-core": "megatron.core"}
+# Where this package stands on the private names of another.
 SEAMS = {
     "deepspeed": "terapipe_ds.runtime.deepspeed_seams",
     "megatron-core": "terapipe_ds.models.megatron_seams",
@@ -160,7 +159,6 @@ def _quietly() -> Iterator[None]:
 
 
 __all__ = [
-    "MODULES",
     "SEAMS",
     "Device",
     "Library",

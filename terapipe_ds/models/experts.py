@@ -16,7 +16,6 @@ import torch
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     compute_routing_scores_for_aux_loss,
-    save_to_aux_losses_tracker,
     z_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..runtime.kv_context import CurrentSlice, get_current_slice
+from .megatron_seams import log_auxiliary_loss
 
 BalanceOver = Literal["micro_batch", "slice"]
 
@@ -78,7 +78,7 @@ class TokenSliceRouter(TopKRouter):
         """
         current = get_current_slice()
         if current is None or not self.training:
-            return super().routing(logits, padding_mask)
+            return super().routing(logits, *_given(padding_mask))
         if padding_mask is not None:
             raise ConfigError(
                 "padding_mask: found one for the router, allowed is none with token slices; drop "
@@ -207,21 +207,26 @@ class TokenSliceRouter(TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         trains = self.training and torch.is_grad_enabled()
         if current is None or coefficient is None or not trains:
-            return super().apply_z_loss(logits, padding_mask)
+            return super().apply_z_loss(logits, *_given(padding_mask))
         coefficient /= self.tp_cp_group.size()
         loss = z_loss_func(logits, coefficient) * current.weight
         self._log("z_loss", loss / coefficient, None, False)
         return MoEAuxLossAutoScaler.apply(logits, loss)
 
     def _log(self, name: str, value: Tensor, group: Any, over_replicas: bool) -> None:
-        save_to_aux_losses_tracker(
+        log_auxiliary_loss(
             name,
             value,
             self.layer_number,
             self.config.num_layers,
-            reduce_group=group,
-            reduce_group_has_dp=over_replicas,
+            group=group,
+            over_replicas=over_replicas,
         )
+
+
+def _given(padding_mask: Tensor | None) -> tuple[Tensor, ...]:
+    """The mask as an argument: megatron-core before 0.16 takes none."""
+    return () if padding_mask is None else (padding_mask,)
 
 
 def balances_micro_batch(config: TransformerConfig) -> bool:

@@ -262,7 +262,8 @@ def token_slice_layer_spec(
             moe_grouped_gemm=config.moe_grouped_gemm,
             moe_use_legacy_grouped_gemm=config.moe_use_legacy_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
-            qk_l2_norm=config.qk_l2_norm,
+            # Since megatron-core 0.16 a setting.
+            qk_l2_norm=getattr(config, "qk_l2_norm", False),
             multi_latent_attention=config.multi_latent_attention,
             normalization=config.normalization,
         )

@@ -1,17 +1,20 @@
 """Every name of megatron-core that this package overrides or replaces, in one place.
 
-Read from megatron-core 0.16.1. ``check_seams`` fails loudly where one has moved;
-``tests/models/test_megatron_seams.py`` calls it.
+Read from megatron-core 0.16.1, and 0.15.3 where it differs. ``check_seams`` fails loudly where one
+has moved; ``tests/models/test_megatron_seams.py`` calls it.
 """
 
 from __future__ import annotations
 
+import inspect
 from operator import attrgetter
+from typing import Any
 
 import megatron.core
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import attention, multi_latent_attention
-from megatron.core.transformer.moe import router, token_dispatcher
+from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
+from torch import Tensor
 
 from ..errors import TeraPipeError
 from ..versions import TESTED
@@ -59,3 +62,24 @@ def check_seams() -> None:
             f"megatron-core: found version {megatron.core.__version__} without "
             f"{', '.join(missing)}, allowed is {TESTED['megatron-core']}; install that version"
         )
+
+
+_HAS_DP = "reduce_group_has_dp"
+_LOGS_DP = _HAS_DP in inspect.signature(moe_utils.save_to_aux_losses_tracker).parameters
+
+
+def log_auxiliary_loss(
+    name: str, value: Tensor, layer: int | None, layers: int, *, group: Any, over_replicas: bool
+) -> None:
+    """``save_to_aux_losses_tracker``, which asks only since 0.16 whether a group spans replicas.
+
+    Args:
+        name: as in megatron's tracker.
+        value: of the loss.
+        layer: its layer, from 1.
+        layers: of the model.
+        group: over which it is summed.
+        over_replicas: whether this group has data-parallel ranks.
+    """
+    spans = {_HAS_DP: over_replicas} if _LOGS_DP else {}
+    moe_utils.save_to_aux_losses_tracker(name, value, layer, layers, reduce_group=group, **spans)

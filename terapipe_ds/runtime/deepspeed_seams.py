@@ -1,7 +1,7 @@
 """Every private name of DeepSpeed that this package relies on, in one place.
 
-Read from DeepSpeed 0.19.8; torch's are in ``torch_seams.py``. ``check_seams`` fails loudly where
-one has moved; ``tests/runtime/test_seams.py`` calls it.
+Read from DeepSpeed 0.19.8, and 0.18.9 where it differs; torch's are in ``torch_seams.py``.
+``check_seams`` fails loudly where one has moved; ``tests/runtime/test_seams.py`` calls it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -28,15 +30,19 @@ __all__ = [
     "autocast_if_enabled",
     "check_seams",
     "gloo_carries_device_tensors",
+    "is_dual_pipe",
     "let_gloo_carry_device_tensors",
     "load_ds_config",
+    "own_schedule",
     "pipeline_engine_is",
+    "recomputes_reentrantly",
     "stock_initialize",
     "without_gradient_hooks",
 ]
 
 # By name: in ``deepspeed.comm``, ``torch`` is torch itself.
 _ds_comm = importlib.import_module("deepspeed.comm.torch")
+_STAGES_ON_HOST = hasattr(_ds_comm, "_needs_cpu_staging")
 
 # What the engine overrides or calls: a schedule for each kind of step, the map from instructions to
 # methods, and the hooks around a backward that zero and mixed-precision optimizers rely on.
@@ -49,13 +55,26 @@ PIPELINE_ENGINE_SEAMS = (
     (PipelineEngine, "_aggregate_total_loss"),
     (PipelineEngine, "_reduce_outputs"),
     (PipelineEngine, "_bcast_pipe_scalar"),
-    (PipelineEngine, "_reentrant_activation_checkpointing"),
     (DeepSpeedEngine, "_backward_prologue"),
     (DeepSpeedEngine, "_backward_epilogue"),
-    (_ds_comm, "_needs_cpu_staging"),
     (p2p, "send"),
     (p2p, "recv"),
 )
+
+# DeepSpeed before 0.19 makes its schedule inside of the first, see ``own_schedule``.
+_MADE_INSIDE = {
+    "_train_schedule": ("train_batch", "TrainSchedule"),
+    "_inference_schedule": ("eval_batch", "InferenceSchedule"),
+}
+
+
+def _has(owner: Any, name: str) -> bool:
+    if hasattr(owner, name):
+        return True
+    if name not in _MADE_INSIDE:
+        return False
+    function, schedule = _MADE_INSIDE[name]
+    return schedule in getattr(owner, function).__code__.co_names
 
 
 def check_seams() -> None:
@@ -65,9 +84,7 @@ def check_seams() -> None:
         TeraPipeError: names what is missing and the version that is known to work.
     """
     missing = [
-        f"{owner.__name__}.{name}"
-        for owner, name in PIPELINE_ENGINE_SEAMS
-        if not hasattr(owner, name)
+        f"{owner.__name__}.{name}" for owner, name in PIPELINE_ENGINE_SEAMS if not _has(owner, name)
     ]
     if not hasattr(deepspeed, "PipelineEngine"):
         missing.append("deepspeed.PipelineEngine")
@@ -92,6 +109,35 @@ def pipeline_engine_is(engine_class: type[PipelineEngine]) -> Iterator[None]:
         deepspeed.PipelineEngine = before
 
 
+def own_schedule(engine: Any, pipe_schedule: Any) -> Any:
+    """The engine's own schedule, where DeepSpeed has not asked for it.
+
+    Before 0.19, ``train_batch`` and ``eval_batch`` hand a stock schedule to ``_exec_schedule``.
+    """
+    if isinstance(pipe_schedule, ds_schedule.TrainSchedule):
+        return engine._train_schedule()
+    if isinstance(pipe_schedule, ds_schedule.InferenceSchedule):
+        return engine._inference_schedule(pipe_schedule.micro_batches)
+    return pipe_schedule
+
+
+def recomputes_reentrantly(module: Any) -> bool:
+    """Whether a ``PipelineModule`` recomputes segments that need an input with a gradient."""
+    return (
+        module.activation_checkpoint_interval > 0
+        and module.activation_checkpoint_func is not non_reentrant_checkpoint
+    )
+
+
+def is_dual_pipe(module: Any) -> bool:
+    """Whether a module is a ``DualPipeVModule``, which DeepSpeed has since 0.19."""
+    try:
+        dualpipev = importlib.import_module("deepspeed.runtime.pipe.dualpipev")
+    except ModuleNotFoundError:
+        return False
+    return isinstance(module, dualpipev.DualPipeVModule)
+
+
 def let_gloo_carry_device_tensors() -> None:
     """Lets DeepSpeed send device tensors over gloo, through the host; for good.
 
@@ -108,7 +154,15 @@ def let_gloo_carry_device_tensors() -> None:
       ``perform_nocolor_split`` on ranks that are not in the group, which gloo does not have;
     - build models with tied layers under ``torch.no_grad()``: ``PipelineModule`` broadcasts the
       tied parameters themselves, and the copy back from the host is a write in place.
+
+    Raises:
+        TeraPipeError: for a DeepSpeed without such copies, as before 0.19.
     """
+    if not _STAGES_ON_HOST:
+        raise TeraPipeError(
+            f"deepspeed: found version {deepspeed.__version__}, which sends no device tensors over "
+            "gloo, allowed is 0.19 or newer for two ranks on one GPU; install that"
+        )
     if _ds_comm._needs_cpu_staging is _is_on_a_device:
         return
     _ds_comm._needs_cpu_staging = _is_on_a_device
@@ -118,8 +172,8 @@ def let_gloo_carry_device_tensors() -> None:
 def gloo_carries_device_tensors() -> bool:
     """Whether DeepSpeed's own messages would get over gloo from where its tensors live."""
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        return True
+    if accelerator.device_name() == "cpu" or not _STAGES_ON_HOST:
+        return accelerator.device_name() == "cpu"
     return _ds_comm._needs_cpu_staging(torch.empty(0, device=accelerator.current_device_name()))
 
 

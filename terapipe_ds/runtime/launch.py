@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed
 from deepspeed.pipe import PipelineModule
 
+from .. import versions
 from ..config import BLOCK, SWITCH, TeraPipeConfig, read_block, switched_off
 from ..errors import ConfigError, TeraPipeError
 from .adapter import ATTRIBUTE
@@ -59,9 +60,16 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         scale_auxiliary_losses(made[0])
         return made
     check_seams()
+    versions.warn(_rank())
     _adapt(arguments["model"])
     with pipeline_engine_is(TokenSliceEngine):
         return stock(*args, **kwargs)
+
+
+def _rank() -> int:
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 def has_block(*args: Any, **kwargs: Any) -> bool:

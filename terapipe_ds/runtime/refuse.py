@@ -7,12 +7,11 @@ from typing import Any
 
 import torch.distributed
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from ..config import TeraPipeConfig
 from ..errors import ConfigError
 from .adapter import adapter_of
-from .deepspeed_seams import gloo_carries_device_tensors
+from .deepspeed_seams import gloo_carries_device_tensors, is_dual_pipe
 from .loss import choose_loss
 from .refuse_settings import (
     curriculum_refusal,
@@ -36,7 +35,7 @@ def check_supported(
     Raises:
         ConfigError: names the setting to change.
     """
-    if isinstance(module, DualPipeVModule):
+    if is_dual_pipe(module):
         raise ConfigError(
             "model: found a DualPipeVModule, allowed is a PipelineModule (DualPipeV has a schedule "
             'of its own); change the model, or set "terapipe": {"enabled": false}'

@@ -41,7 +41,7 @@ from .adapter import SequenceAdapter, Tensors, as_tuple, cloned
 from .auxiliary import scaled_loss
 from .boundary import Boundary
 from .channel import RecvChannel, SendChannel
-from .deepspeed_seams import autocast_if_enabled
+from .deepspeed_seams import autocast_if_enabled, own_schedule, recomputes_reentrantly
 from .kv_context import current_slice
 from .loss import MicroBatchLoss
 from .step import StepState
@@ -83,6 +83,7 @@ class SliceExecution(PipelineEngine):
         return self._step
 
     def _exec_schedule(self, pipe_schedule: TokenSliceSchedule) -> None:
+        pipe_schedule = own_schedule(self, pipe_schedule)
         self._watchdog.end()
         # As the parent's, but for what it does anew for every instruction.
         self.fwd_outputs = []
@@ -115,7 +116,7 @@ class SliceExecution(PipelineEngine):
         """Makes those received tensors leaves whose gradients are sent back."""
         # Reentrant checkpointing detaches a segment none of whose inputs needs a gradient, as
         # those from a frozen stage do not.
-        recomputes = self._reentrant_activation_checkpointing()
+        recomputes = recomputes_reentrantly(self.module)
         for tensor, template in zip(
             tensors, self._boundaries["upstream", True].tensors, strict=True
         ):
@@ -163,7 +164,7 @@ class SliceExecution(PipelineEngine):
     def _cut_inputs(self, loaded: Tensors, rows: slice, tokens: slice) -> Tensors:
         """The first stage's inputs of some sequences' tokens."""
         cut = self._adapter.cut(loaded, self._adapter.inputs, rows, tokens)
-        if not torch.is_grad_enabled() or not self._reentrant_activation_checkpointing():
+        if not torch.is_grad_enabled() or not recomputes_reentrantly(self.module):
             return cut
         # Reentrant checkpointing detaches a segment none of whose inputs needs a gradient.
         tensors = tuple(

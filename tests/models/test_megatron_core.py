@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -24,6 +25,9 @@ from terapipe_ds.models.megatron_core import (
 )
 from terapipe_ds.models.refuse import check_config
 from terapipe_ds.models.without_cuda import prepare_megatron
+from terapipe_ds.versions import TESTED, Range, outside
+
+NEWEST = Range(TESTED["megatron-core"].newest, TESTED["megatron-core"].newest)
 
 
 def config(**kwargs: Any) -> TransformerConfig:
@@ -42,7 +46,9 @@ def changed(**values: Any) -> TransformerConfig:
     """A configuration with values that megatron's own checks might not let pass here."""
     made = config()
     for name, value in values.items():
-        assert hasattr(made, name), f"megatron-core has no {name}"
+        if not hasattr(made, name):
+            assert outside(megatron.core.__version__, NEWEST), f"megatron-core has no {name}"
+            pytest.skip(f"megatron-core {megatron.core.__version__} has no {name} yet")
         setattr(made, name, value)
     return made
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from terapipe_ds import SequenceAdapter, TensorDims
 from terapipe_ds.config import TeraPipeConfig
@@ -53,7 +52,6 @@ def test_an_ordinary_setting_passes() -> None:
 @pytest.mark.parametrize(
     ("made", "config", "message"),
     [
-        (module(DualPipeVModule), ds_config(), "found a DualPipeVModule"),
         (module(_layer_specs=[None]), ds_config(), "found 2 stages for 1 pipeline layers"),
         (module(loss_fn=None), ds_config(), "found a PipelineModule without loss_fn"),
         (module(token_slice_adapter=None), ds_config(), "without an adapter"),
@@ -76,6 +74,14 @@ def test_an_ordinary_setting_passes() -> None:
 def test_refused(made: Any, config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_supported(BLOCK, made, config)
+
+
+def test_a_pipeline_with_a_schedule_of_its_own_is_refused() -> None:
+    dualpipev = pytest.importorskip(
+        "deepspeed.runtime.pipe.dualpipev", reason="since DeepSpeed 0.19"
+    )
+    with pytest.raises(ConfigError, match="found a DualPipeVModule"):
+        check_supported(BLOCK, module(dualpipev.DualPipeVModule), ds_config())
 
 
 CURRICULUM = {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}

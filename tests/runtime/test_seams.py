@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
-from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.errors import TeraPipeError
+from terapipe_ds.runtime import deepspeed_seams
 from terapipe_ds.runtime.deepspeed_seams import (
     PIPELINE_ENGINE_SEAMS,
     check_seams,
     gloo_carries_device_tensors,
     let_gloo_carry_device_tensors,
+    own_schedule,
     pipeline_engine_is,
+    recomputes_reentrantly,
 )
 
 ds_comm = importlib.import_module("deepspeed.comm.torch")
@@ -37,6 +42,8 @@ def test_installed_deepspeed_has_every_name() -> None:
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    if not hasattr(owner, name):
+        pytest.skip(f"DeepSpeed {deepspeed.__version__} makes its schedules inside")
     monkeypatch.delattr(owner, name)
     with pytest.raises(TeraPipeError) as caught:
         check_seams()
@@ -73,6 +80,52 @@ def test_initialize_looks_the_engine_up_when_called() -> None:
         assert deepspeed.initialize.__globals__["PipelineEngine"] is Engine
 
 
+def test_schedules_that_deepspeed_makes_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed 0.18 does; whether it does is read from its code."""
+
+    def train_batch(self: Any) -> Any:
+        return schedule.TrainSchedule(micro_batches=3, stages=2, stage_id=1)
+
+    monkeypatch.delattr(PipelineEngine, "_train_schedule", raising=False)
+    monkeypatch.setattr(PipelineEngine, "train_batch", train_batch)
+    check_seams()
+    engine = SimpleNamespace(
+        _train_schedule=lambda: "train", _inference_schedule=lambda n: f"{n} to evaluate"
+    )
+    assert own_schedule(engine, train_batch(None)) == "train"
+    stock = schedule.InferenceSchedule(micro_batches=3, stages=2, stage_id=1)
+    assert own_schedule(engine, stock) == "3 to evaluate"
+    assert own_schedule(engine, "our own") == "our own"
+
+
+@pytest.mark.parametrize(
+    ("interval", "function", "expected"),
+    [
+        (0, checkpointing.checkpoint, False),
+        (1, checkpointing.checkpoint, True),
+        (1, checkpointing.non_reentrant_checkpoint, False),
+    ],
+)
+def test_what_recomputes_reentrantly(interval: int, function: Any, expected: bool) -> None:
+    module = SimpleNamespace(
+        activation_checkpoint_interval=interval, activation_checkpoint_func=function
+    )
+    assert recomputes_reentrantly(module) is expected
+    stock = getattr(PipelineEngine, "_reentrant_activation_checkpointing", None)
+    if stock is not None:
+        assert stock(SimpleNamespace(module=module)) is expected
+
+
+def test_a_deepspeed_that_stages_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed 0.18."""
+    monkeypatch.setattr(deepspeed_seams, "_STAGES_ON_HOST", False)
+    assert gloo_carries_device_tensors()
+    monkeypatch.setattr(deepspeed_seams, "get_accelerator", OnMeta)
+    assert not gloo_carries_device_tensors()
+    with pytest.raises(TeraPipeError, match="which sends no device tensors over gloo, allowed is"):
+        let_gloo_carry_device_tensors()
+
+
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What DeepSpeed's stages send to each other, where gloo carries device tensors."""
@@ -86,6 +139,8 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     monkeypatch.setattr(p2p, "send", send)
     monkeypatch.setattr(p2p, "recv", recv)
+    if not hasattr(ds_comm, "_needs_cpu_staging"):
+        pytest.skip(f"DeepSpeed {deepspeed.__version__} stages nothing on the host")
     monkeypatch.setattr(ds_comm, "_needs_cpu_staging", ds_comm._needs_cpu_staging)
     let_gloo_carry_device_tensors()
     return sent
@@ -129,7 +184,7 @@ def test_gloo_alone_does_not_carry_device_tensors(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     assert gloo_carries_device_tensors()
-    monkeypatch.setattr("terapipe_ds.runtime.deepspeed_seams.get_accelerator", OnMeta)
+    monkeypatch.setattr(deepspeed_seams, "get_accelerator", OnMeta)
     assert not gloo_carries_device_tensors()
     request.getfixturevalue("wire")
     assert gloo_carries_device_tensors()
