@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,28 @@ def install(argv: list[str]) -> bool:
     Raises:
         ConfigError: for a file or a setting that is wrong.
     """
-    path = take_option(argv) or os.environ.get(VARIABLE)
-    if not path:
-        return False
-    block = _block(_read(path))
-    if not block.enabled:
+    block = _asked_for(argv)
+    if block is None:
         return False
     after_import(_SCHEDULES, functools.partial(rebind, block=block))
     return True
+
+
+def applies(argv: Sequence[str]) -> bool:
+    """Whether there is a configuration that is not switched off.
+
+    Raises:
+        ConfigError: for a file or a setting that is wrong.
+    """
+    return _asked_for(list(argv)) is not None
+
+
+def _asked_for(argv: list[str]) -> TeraPipeConfig | None:
+    path = take_option(argv) or os.environ.get(VARIABLE)
+    if not path:
+        return None
+    block = _block(_read(path))
+    return block if block.enabled else None
 
 
 def take_option(argv: list[str]) -> str | None:
@@ -170,4 +184,4 @@ def _block(content: Any) -> TeraPipeConfig:
     return block
 
 
-__all__ = ["forward_backward_func", "install", "rebind", "take_option"]
+__all__ = ["applies", "forward_backward_func", "install", "rebind", "take_option"]
