@@ -256,9 +256,6 @@ class DeepSpeed(Competitor):
         if self._slices is not None:
             block = block.model_copy(update={"slices": self._slices(micro_batches)})
             engine.terapipe = block
-        elif block.slices == "auto":
-            # A plan is for a number of micro-batches, which a training run keeps.
-            engine._auto.plans.clear()
         return block.schedule
 
     def slices(self) -> str:

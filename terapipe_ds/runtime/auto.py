@@ -72,7 +72,12 @@ class AutoPlans:
 
     def unknown(self, shapes: Sequence[BatchShape]) -> bool:
         """Whether a training step with these micro-batches needs a new plan."""
-        return any(shape not in self.plans for shape in shapes)
+        return not all(self._is_planned(shape) for shape in shapes)
+
+    def _is_planned(self, shape: BatchShape) -> bool:
+        """Whether there is a plan for as many micro-batches as a step has now."""
+        found = self.plans.get(shape)
+        return found is not None and found.micro_batches == self._engine.micro_batches
 
     def scheme(self, shape: BatchShape) -> SliceScheme:
         """How a micro-batch is cut; an even guess where there is no plan (evaluation alone)."""
@@ -110,7 +115,7 @@ class AutoPlans:
         Raises:
             ConfigError: on all ranks, if there is no plan.
         """
-        missing = {shape for shape in shapes if shape not in self.plans}
+        missing = {shape for shape in shapes if not self._is_planned(shape)}
         for shape in sorted(set().union(*self._everywhere(missing))):
             # A pipeline that has no micro-batch of this shape makes one of another.
             index = shapes.index(shape) if shape in shapes else 0
@@ -139,6 +144,8 @@ class AutoPlans:
         engine = self._engine
         if (found.stages, found.schedule) != (engine.num_stages, engine.terapipe.schedule):
             yield f"it is for {found.stages} stages and {found.schedule}"
+        if found.micro_batches != engine.micro_batches:
+            yield f"it is for {found.micro_batches} micro-batches a step"
         if self._one_group and len(found.scheme) > 1:
             yield "it has several groups, this run a loss of the whole micro-batch"
         unit = engine._adapter.multiple_of

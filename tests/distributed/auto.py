@@ -21,7 +21,7 @@ from terapipe_ds.runtime import auto as auto_plans
 from terapipe_ds.runtime import cost_cache, profiler
 from terapipe_ds.runtime.profiler import run_chain
 
-from . import toy
+from . import cases, toy
 from .behaviour import assert_same, assert_same_gradients, small_gpt
 from .features import ALL_BALANCED
 from .workers import batches, engine_of, initialize_distributed, keep_gradients
@@ -97,6 +97,20 @@ def plans_agree(cache: Path) -> str:
     other.train_batch(iter(batches(2)))
     assert timed, "another model took the cached costs"
     return str(plan.scheme)
+
+
+def batch_size_changes(cache: Path) -> None:
+    """Another number of micro-batches is planned anew, from the costs that are known."""
+    start(cache)
+    engine = engine_of(small_gpt(), 2, AUTO)
+    engine.train_batch(iter(batches(2)))
+    timed = count_chains()
+    for micro_batches in (4, 1):
+        engine.set_train_batch_size(micro_batches * cases.SEQUENCES)
+        engine.train_batch(iter(batches(micro_batches)))
+        (plan,) = engine.plans.values()
+        assert plan.micro_batches == micro_batches
+    assert not timed, "the costs were measured again"
 
 
 def count_chains() -> list[Any]:

@@ -46,6 +46,7 @@ def test_all_ranks_have_the_plan_and_costs_are_cached(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "world"),
     [
+        (auto.batch_size_changes, 2),
         (auto.costs_depend_on, 2),
         (auto.buffers_and_work_in_place, 2),
         (auto.odd_lengths_under_sequence_parallelism, 4),
