@@ -28,6 +28,7 @@ def test_what_is_installed_is_inside(name: str) -> None:
         ("0.15.10", False),
         ("0.16.0+cpu", False),
         ("0.16.1.post1", False),
+        ("0.16.1.4", False),
         ("0.15.2", True),
         ("0.16.2", True),
         ("0.9.9", True),
