@@ -25,8 +25,8 @@ class Range(NamedTuple):
 
 TESTED = {
     "torch": Range("2.13.0", "2.13.0"),
-    "deepspeed": Range("0.19.8", "0.19.8"),
-    "megatron-core": Range("0.16.1", "0.16.1"),
+    "deepspeed": Range("0.19.4", "0.19.8"),
+    "megatron-core": Range("0.15.3", "0.16.1"),
 }
 
 MODULES = {"torch": "torch", "deepspeed": "deepspeed", "megatron-core": "megatron.core"}

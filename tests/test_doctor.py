@@ -285,8 +285,8 @@ def test_sequences_of_a_micro_batch() -> None:
 
 def test_script_is_read_and_not_run(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    text = "import deepspeed.comm as c\nfrom megatron.training import x\nfrom . import y\n1 / 0\n"
-    path.write_text(text)
+    lines = ("import deepspeed.comm", "from megatron.training import x", "from .beside import y")
+    path.write_text("\n".join([*lines, "1 / 0"]))
     imports, findings = script.check_script(path)
     assert said(findings, "ok") == str(path)
     assert imports == {"deepspeed.comm", "megatron.training"}

@@ -7,8 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+import deepspeed
 import pytest
+import torch
+from deepspeed.pipe import PipelineModule
 
+import terapipe_ds
 from terapipe_ds import versions
 from terapipe_ds.versions import TESTED, Range, outside
 
@@ -28,6 +32,7 @@ def test_what_is_installed_is_inside(name: str) -> None:
         ("0.15.10", False),
         ("0.16.0+cpu", False),
         ("0.16.1.post1", False),
+        ("0.16.1.4", False),
         ("0.15.2", True),
         ("0.16.2", True),
         ("0.9.9", True),
@@ -81,3 +86,19 @@ def test_tested_versions_and_those_not_imported_are_not(monkeypatch: pytest.Monk
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         versions.warn(0)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_building_an_engine_warns(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    in_use(monkeypatch, deepspeed="99.1.2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(deepspeed, "initialize", lambda model=None, config=None: "built")
+    module = PipelineModule.__new__(PipelineModule)
+    torch.nn.Module.__init__(module)
+    module.token_slice_adapter = "its own"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert terapipe_ds.initialize(model=module, config={"terapipe": {}}) == "built"
+    assert ["found deepspeed 99.1.2" in str(each.message) for each in caught] == [True] * (
+        rank == "0"
+    )

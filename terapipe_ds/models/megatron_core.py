@@ -36,6 +36,7 @@ from ..errors import ConfigError
 from ..runtime.attention import causal_attention
 from ..runtime.kv_context import get_current_slice
 from .experts import BalanceOver, TokenSliceRouter
+from .megatron_seams import put_router
 from .refuse import check_config, mask_refusal
 from .tensor_parallel_grads import summed
 
@@ -275,9 +276,8 @@ def token_slice_layer_spec(
     if config.multi_latent_attention:
         attention.module = TokenSliceLatentAttention
     if has_experts:
-        spec.submodules.mlp.submodules.router = functools.partial(
-            TokenSliceRouter, balance_over=balance_over
-        )
+        router = functools.partial(TokenSliceRouter, balance_over=balance_over)
+        put_router(spec.submodules.mlp, router)
     if config.sequence_parallel:
         # Without apex, megatron's local norm is torch's, which it refuses under this setting.
         for submodules in (spec.submodules, attention.submodules):

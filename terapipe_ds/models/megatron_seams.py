@@ -7,13 +7,14 @@ has moved; ``tests/models/test_megatron_seams.py`` calls it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import megatron.core
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import attention, multi_latent_attention
-from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
+from megatron.core.transformer.moe import moe_layer, moe_utils, router, token_dispatcher
 from torch import Tensor
 
 from ..errors import TeraPipeError
@@ -83,3 +84,28 @@ def log_auxiliary_loss(
     """
     spans = {_HAS_DP: over_replicas} if _LOGS_DP else {}
     moe_utils.save_to_aux_losses_tracker(name, value, layer, layers, reduce_group=group, **spans)
+
+
+def put_router(mlp: Any, make: Callable[..., Any]) -> None:
+    """Puts a router into the spec of a layer of experts.
+
+    Args:
+        mlp: megatron's spec, changed.
+        make: takes what ``TopKRouter`` takes.
+    """
+    if hasattr(mlp.submodules, "router"):
+        mlp.submodules.router = make
+        return
+
+    class WithRouter(mlp.module):  # type: ignore[misc,name-defined]
+        """``MoELayer`` before megatron-core 0.16, which makes its router by itself."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            before = moe_layer.TopKRouter
+            moe_layer.TopKRouter = make
+            try:
+                super().__init__(*args, **kwargs)
+            finally:
+                moe_layer.TopKRouter = before
+
+    mlp.module = WithRouter

@@ -1,6 +1,6 @@
 """Every private name of DeepSpeed that this package relies on, in one place.
 
-Read from DeepSpeed 0.19.8, and 0.18.9 where it differs; torch's are in ``torch_seams.py``.
+Read from DeepSpeed 0.19.8, and 0.19.4 where it differs; torch's are in ``torch_seams.py``.
 ``check_seams`` fails loudly where one has moved; ``tests/runtime/test_seams.py`` calls it.
 """
 
@@ -23,7 +23,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from ..errors import TeraPipeError
-from ..versions import TESTED
+from ..versions import TESTED, numbers
 
 __all__ = [
     "PIPELINE_ENGINE_SEAMS",
@@ -35,6 +35,7 @@ __all__ = [
     "load_ds_config",
     "own_schedule",
     "pipeline_engine_is",
+    "recomputes_on_a_stream",
     "recomputes_reentrantly",
     "stock_initialize",
     "without_gradient_hooks",
@@ -61,7 +62,7 @@ PIPELINE_ENGINE_SEAMS = (
     (p2p, "recv"),
 )
 
-# DeepSpeed before 0.19 makes its schedule inside of the first, see ``own_schedule``.
+# DeepSpeed before 0.19.8 makes its schedule inside of the first, see ``own_schedule``.
 _MADE_INSIDE = {
     "_train_schedule": ("train_batch", "TrainSchedule"),
     "_inference_schedule": ("eval_batch", "InferenceSchedule"),
@@ -112,7 +113,7 @@ def pipeline_engine_is(engine_class: type[PipelineEngine]) -> Iterator[None]:
 def own_schedule(engine: Any, pipe_schedule: Any) -> Any:
     """The engine's own schedule, where DeepSpeed has not asked for it.
 
-    Before 0.19, ``train_batch`` and ``eval_batch`` hand a stock schedule to ``_exec_schedule``.
+    Before 0.19.8, ``train_batch`` and ``eval_batch`` hand a stock schedule to ``_exec_schedule``.
     """
     if isinstance(pipe_schedule, ds_schedule.TrainSchedule):
         return engine._train_schedule()
@@ -129,8 +130,16 @@ def recomputes_reentrantly(module: Any) -> bool:
     )
 
 
+def recomputes_on_a_stream() -> bool:
+    """Whether DeepSpeed's non-reentrant checkpoint opens a stream here that the device lacks.
+
+    Before 0.19.8 it does on CPUs, and fails.
+    """
+    return get_accelerator().Stream is None and numbers(deepspeed.__version__) < (0, 19, 8)
+
+
 def is_dual_pipe(module: Any) -> bool:
-    """Whether a module is a ``DualPipeVModule``, which DeepSpeed has since 0.19."""
+    """Whether a module is a ``DualPipeVModule``, which DeepSpeed has since 0.19.8."""
     try:
         dualpipev = importlib.import_module("deepspeed.runtime.pipe.dualpipev")
     except ModuleNotFoundError:
@@ -156,12 +165,12 @@ def let_gloo_carry_device_tensors() -> None:
       tied parameters themselves, and the copy back from the host is a write in place.
 
     Raises:
-        TeraPipeError: for a DeepSpeed without such copies, as before 0.19.
+        TeraPipeError: for a DeepSpeed without such copies, such as 0.19.4.
     """
     if not _STAGES_ON_HOST:
         raise TeraPipeError(
             f"deepspeed: found version {deepspeed.__version__}, which sends no device tensors over "
-            "gloo, allowed is 0.19 or newer for two ranks on one GPU; install that"
+            "gloo, allowed is 0.19.8 for two ranks on one GPU; install that"
         )
     if _ds_comm._needs_cpu_staging is _is_on_a_device:
         return

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import deepspeed
 import torch.distributed
 from deepspeed.pipe import PipelineModule
 
 from ..config import TeraPipeConfig
 from ..errors import ConfigError
 from .adapter import adapter_of
-from .deepspeed_seams import gloo_carries_device_tensors, is_dual_pipe
+from .deepspeed_seams import gloo_carries_device_tensors, is_dual_pipe, recomputes_on_a_stream
 from .loss import choose_loss
 from .refuse_settings import (
     curriculum_refusal,
@@ -66,6 +67,12 @@ def check_supported(
     one_queue = queue_refusal(backend, os.environ)
     if one_queue is not None:
         raise ConfigError(one_queue)
+    if ds_config.pipeline.get("use_reentrant") is False and recomputes_on_a_stream():
+        raise ConfigError(
+            f"pipeline.use_reentrant: found false on a CPU with DeepSpeed {deepspeed.__version__}, "
+            "allowed is true (before 0.19.8, non-reentrant recomputation opens a stream, which "
+            "CPUs lack); change pipeline.use_reentrant, or install 0.19.8"
+        )
     if module.loss_fn is None:
         raise ConfigError(
             "model: found a PipelineModule without loss_fn, allowed is one with loss_fn(outputs, "

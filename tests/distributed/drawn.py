@@ -102,6 +102,8 @@ def _module(draw: Draw, topology: Any) -> Any:
         }
     if " " in draw.positions and not latent:
         settings["no_rope_freq"] = 2
+    if draw.attention == "gate":
+        settings["attention_output_gate"] = True
     if draw.attention in ("learnable", "off-by-one"):
         settings["softmax_type"] = draw.attention
     config = (MLATransformerConfig if latent else TransformerConfig)(
@@ -109,7 +111,6 @@ def _module(draw: Draw, topology: Any) -> Any:
         hidden_size=cases.HIDDEN,
         num_attention_heads=4,
         num_query_groups=draw.query_groups,
-        attention_output_gate=draw.attention == "gate",
         hidden_dropout=draw.dropout,
         attention_dropout=draw.dropout,
         normalization="RMSNorm" if llama else "LayerNorm",

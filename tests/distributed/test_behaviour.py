@@ -10,6 +10,8 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from terapipe_ds.runtime.deepspeed_seams import recomputes_on_a_stream
+
 from . import behaviour
 from .ranks import run_ranks
 from .workers import worst
@@ -118,6 +120,8 @@ def test_evaluations_around_training_are_equal_on_all_ranks(folder: Path) -> Non
 def test_recompute_interval_1(
     use_reentrant: bool, dropout: float, attention_dropout: float, folder: Path
 ) -> None:
+    if not use_reentrant and recomputes_on_a_stream():
+        pytest.skip("this DeepSpeed fails at it on a CPU, stock too")
     run_ranks(behaviour.recompute, 2, folder, use_reentrant, dropout, attention_dropout)
 
 

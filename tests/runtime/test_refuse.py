@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import PipelineModule
@@ -36,6 +37,7 @@ def ds_config(zero_stage: int = 0, fp16: bool = False, **block: Any) -> Any:
     return SimpleNamespace(
         zero_optimization_stage=zero_stage,
         float16_config=SimpleNamespace(enabled=fp16),
+        pipeline=block.get("pipeline", {}),
         _param_dict=block,
     )
 
@@ -103,6 +105,16 @@ def test_one_hardware_queue_is_refused_with_nccl(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS: found 1"):
         check_supported(BLOCK, module(), ds_config())
+
+
+def test_recomputation_that_opens_a_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.8")
+    config = ds_config(pipeline={"use_reentrant": False})
+    check_supported(BLOCK, module(), config)
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.7")
+    check_supported(BLOCK, module(), ds_config())
+    with pytest.raises(ConfigError, match=r"use_reentrant: found false on a CPU with .* 0\.19\.7"):
+        check_supported(BLOCK, module(), config)
 
 
 def test_gloo_is_refused_where_it_cannot_reach_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_initialize_looks_the_engine_up_when_called() -> None:
 
 
 def test_schedules_that_deepspeed_makes_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSpeed 0.18 does; whether it does is read from its code."""
+    """As DeepSpeed 0.19.4 does; whether it does is read from its code."""
 
     def train_batch(self: Any) -> Any:
         return schedule.TrainSchedule(micro_batches=3, stages=2, stage_id=1)
@@ -117,7 +117,7 @@ def test_what_recomputes_reentrantly(interval: int, function: Any, expected: boo
 
 
 def test_a_deepspeed_that_stages_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSpeed 0.18."""
+    """As DeepSpeed 0.19.4."""
     monkeypatch.setattr(deepspeed_seams, "_STAGES_ON_HOST", False)
     assert gloo_carries_device_tensors()
     monkeypatch.setattr(deepspeed_seams, "get_accelerator", OnMeta)
