@@ -144,7 +144,9 @@ class Watchdog:
     def _listen(self) -> None:
         while True:
             time.sleep(self._interval)
-            if not self._steps:
+            # A rank that has announced its end needs to hear of no other; and torch would print a
+            # trace below its last line if the store's host is gone by then.
+            if not self._steps or self._announced:
                 continue
             with self._looking:
                 reason = self._abort_reason()

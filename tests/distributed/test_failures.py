@@ -65,7 +65,8 @@ def test_a_failed_rank_ends_all(how: str, folder: Path) -> None:
     assert all(result.exit_code != 0 for result in results)
     took = max(result.ended_at for result in results) - float(broke_at.read_text())
     assert took < timeout_s, f"the last rank ended {took:.1f} s after the failure"
-    waiting = [results[0].error, results[2].error]
+    # Anywhere in what it printed: torch may have a trace of the lost store below.
+    waiting = [results[0].output, results[2].output]
     for error in waiting:
         named = r"rank \d \(stage \d\) .*micro-batch \d, slice \d, from stage 1 \(rank 1\)"
         assert re.search(named, error) or (how == "raises" and "something broke" in error), error
