@@ -10,6 +10,7 @@ no engine scales its gradients in a pass of its own.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -177,7 +178,7 @@ class Sleeping:
         return list(zip(*drawn, strict=True))
 
 
-class Competitor:
+class Competitor(ABC):
     """An engine with its model and its optimizer.
 
     Attributes:
@@ -192,6 +193,7 @@ class Competitor:
     optimizer: torch.optim.Optimizer
     loss: float | None = None
 
+    @abstractmethod
     def prepare(self, micro_batches: int) -> str:
         """Gets ready for steps of so many micro-batches.
 
@@ -201,15 +203,14 @@ class Competitor:
         Raises:
             NotApplicable: if the engine cannot run so few.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, data: Sequence[MicroBatch]) -> None:
         """One training step, optimizer included."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layers(self) -> dict[int, nn.Module]:
         """This rank's layers by their place in the model."""
-        raise NotImplementedError
 
 
 class NotApplicable(Exception):

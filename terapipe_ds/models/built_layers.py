@@ -7,13 +7,11 @@ knows slices. Outside of slices it computes what it did. Read from megatron-core
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -31,6 +29,7 @@ from .megatron_core import (
     TokenSliceCoreAttention,
     TokenSliceLatentAttention,
     TokenSliceTransformerLayer,
+    head_draws,
 )
 from .refuse import mask_refusal
 
@@ -89,6 +88,8 @@ class SlicedDotProductAttention(DotProductAttention):
             value: ``[l, b, query groups, d]``.
             attention_mask: in a slice None, or ``[b, l]`` int64: for each token the first token
                 that it sees.
+            attention_bias: added to the scores, ``[1 or b, 1 or heads, L, L]`` of the whole
+                sequence; megatron's own has none.
         """
         if get_current_slice() is None:
             return super().forward(
@@ -102,12 +103,9 @@ class SlicedDotProductAttention(DotProductAttention):
             )
         config = self.config
         dropout_p = self.attention_dropout.p if self.training else 0.0
-        # As in megatron's own: under sequence parallelism the whole block draws from the tracker.
-        forks = dropout_p > 0.0 and not config.sequence_parallel
-        draws = get_cuda_rng_tracker().fork() if forks else nullcontext()
         scaling = self.layer_number if config.apply_query_key_layer_scaling else 1
         window = self.scale_mask_softmax.window_size
-        with draws:
+        with head_draws(config, dropout_p):
             output = causal_attention(
                 self,
                 query,
@@ -118,6 +116,7 @@ class SlicedDotProductAttention(DotProductAttention):
                 window=None if window is None or window[0] < 0 else window[0],
                 # As in megatron's own: a window takes the mask's place.
                 starts=attention_mask if window is None else None,
+                bias=attention_bias,
                 offset=self.softmax_offset,
             )
         return output.reshape(*output.shape[:2], -1)

@@ -104,7 +104,9 @@ class GPTTransformerLayer(torch.nn.Module):
 
     def _draws(self) -> AbstractContextManager[Any]:
         """As megatron's ``TransformerBlock``: ranks with tokens of their own draw by themselves."""
-        if self.training and self.layer.config.sequence_parallel:
+        config = self.layer.config
+        chances = (config.hidden_dropout, config.attention_dropout, config.moe_input_jitter_eps)
+        if self.training and config.sequence_parallel and any(chances):
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return nullcontext()
 

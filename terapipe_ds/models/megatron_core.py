@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -120,11 +120,7 @@ class TokenSliceCoreAttention(torch.nn.Module):
                 'set "terapipe": {"enabled": false}'
             )
         dropout_p = self.dropout_p if self.training else 0.0
-        # As megatron's own attention: each tensor-parallel rank drops weights of its own heads.
-        # Under sequence parallelism all of a layer draws from these states (GPTTransformerLayer).
-        forks = dropout_p > 0.0 and not self.config.sequence_parallel
-        draws = get_cuda_rng_tracker().fork() if forks else nullcontext()
-        with draws:
+        with head_draws(self.config, dropout_p):
             output = causal_attention(
                 self,
                 query,
@@ -138,6 +134,16 @@ class TokenSliceCoreAttention(torch.nn.Module):
                 offset=self.softmax_offset,
             )
         return output.reshape(*output.shape[:2], -1)
+
+
+def head_draws(config: TransformerConfig, dropout_p: float) -> AbstractContextManager[Any]:
+    """As megatron's own attention: each tensor-parallel rank drops weights of its own heads.
+
+    Under sequence parallelism all of a layer draws from these states already.
+    """
+    if dropout_p == 0.0 or config.sequence_parallel:
+        return nullcontext()
+    return get_cuda_rng_tracker().fork()
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:

@@ -24,8 +24,13 @@ from terapipe_ds.runtime.deepspeed_seams import (
     pipeline_engine_is,
     recomputes_reentrantly,
 )
+from terapipe_ds.versions import TESTED, Range, outside
 
 ds_comm = importlib.import_module("deepspeed.comm.torch")
+
+# What an older one lacks is skipped; what the newest has lost is a failure.
+NEWEST = Range(TESTED["deepspeed"].newest, TESTED["deepspeed"].newest)
+IS_OLDER = outside(deepspeed.__version__, NEWEST)
 
 
 class Engine(PipelineEngine):
@@ -43,6 +48,7 @@ def test_installed_deepspeed_has_every_name() -> None:
 )
 def test_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     if not hasattr(owner, name):
+        assert IS_OLDER, f"the newest DeepSpeed has lost {name}"
         pytest.skip(f"DeepSpeed {deepspeed.__version__} makes its schedules inside")
     monkeypatch.delattr(owner, name)
     with pytest.raises(TeraPipeError) as caught:
@@ -140,6 +146,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     monkeypatch.setattr(p2p, "send", send)
     monkeypatch.setattr(p2p, "recv", recv)
     if not hasattr(ds_comm, "_needs_cpu_staging"):
+        assert IS_OLDER, "the newest DeepSpeed has lost _needs_cpu_staging"
         pytest.skip(f"DeepSpeed {deepspeed.__version__} stages nothing on the host")
     monkeypatch.setattr(ds_comm, "_needs_cpu_staging", ds_comm._needs_cpu_staging)
     let_gloo_carry_device_tensors()
