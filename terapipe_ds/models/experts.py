@@ -161,6 +161,14 @@ class TokenSliceRouter(TopKRouter):
         current: CurrentSlice,
     ) -> _Balance:
         """What the slices of a micro-batch have chosen so far, this one's choice included."""
+        if not kind.by_sequence and current.context.share != 1.0:
+            # Refused before the step where the model says how its experts balance; a layer_spec
+            # may say otherwise.
+            raise ConfigError(
+                f"balance_over: found 'micro_batch' with {kind.name} for a group of some of a "
+                "micro-batch's sequences, allowed is 'slice'; change balance_over of the layer "
+                "spec, or let terapipe.slices be lengths or a count"
+            )
         balance = current.context.keep((id(self), kind.name), _Balance)
         if current.backward:
             return balance

@@ -142,6 +142,9 @@ def balance_over_slices() -> None:
     tokens = Group(2, (5, 7)).ranges()[0]
     with current_slice(tokens, context), pytest.raises(ConfigError, match=r"^padding_mask: found"):
         router.routing(logits[:5], padding_mask=torch.zeros(5, 2, dtype=torch.bool))
+    over_micro_batch = TokenSliceRouter(config, get_default_pg_collection())
+    with current_slice(tokens, context), pytest.raises(ConfigError, match=r"^balance_over: found"):
+        over_micro_batch.routing(logits[:5])
     engine = engine_of(expert_gpt("slice"), 2, {"slices": [[1, [48]], [1, [40, 8]]]})
     assert torch.isfinite(engine.train_batch(iter(batches(2))))
 
