@@ -22,10 +22,10 @@ from .errors import ConfigError
 from .files import cache_folder
 from .integrations.arguments import number_of, value_of
 from .integrations.deepspeed_script import OPTION
+from .integrations.megatron_core import OPTION as BLOCK_OPTION
+from .integrations.megatron_core import VARIABLE
 from .models.preset import ModelPreset, load_preset
 from .versions import MODULES
-
-BLOCK_OPTION = "--terapipe-config"
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,12 @@ def read_case(
         )
     path = ds_config if named is None else Path(named)
     block = value_of(BLOCK_OPTION, argv)
+    if not block and command:
+        # As the script will find it.
+        block = os.environ.get(VARIABLE)
     return Case(
         ds_config=None if path is None else _read(path, OPTION),
-        block=None if block is None else _read(Path(block), BLOCK_OPTION),
+        block=_read(Path(block), BLOCK_OPTION) if block else None,
         script=Path(command[0]) if command else None,
         argv=argv,
         model=None if model is None else load_preset(model),

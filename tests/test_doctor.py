@@ -86,7 +86,7 @@ def test_names_that_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(PipelineEngine, "_next_batch")
     assert "without PipelineEngine._next_batch" in str(libraries.moved_names("deepspeed"))
     # Older or newer than what can be imported here at all.
-    monkeypatch.setitem(sys.modules, libraries.SEAMS["megatron-core"], None)
+    monkeypatch.setitem(sys.modules, libraries.SEAMS["megatron-core"][0], None)
     assert "names have moved (ModuleNotFoundError" in str(libraries.moved_names("megatron-core"))
 
 
@@ -459,6 +459,18 @@ def test_nothing_speaks_against_it(
     assert len({line.index(line.split(maxsplit=2)[2]) for line in lines[:4]}) == 1, "aligned"
     assert sorted(folder.rglob("*")) == before
     assert ("no DeepSpeed JSON was named" in out) == (not line)
+
+
+def test_settings_that_the_environment_names(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERAPIPE_CONFIG", "slices.json")
+    code, out, _ = doctors(capsys, "script.py --seq-length 64")
+    assert code == 0 and "64 tokens are cut into" in out
+    assert "are cut into" not in doctors(capsys, "")[1]
+    # The script's own option comes first.
+    code, _, err = doctors(capsys, "script.py --terapipe-config list.json")
+    assert code == 2 and "found list in list.json" in err
 
 
 def test_all_that_is_refused_is_listed(

@@ -17,8 +17,11 @@ from .findings import Finding, note, ok, one_line, refused
 
 # Where this package stands on the private names of another.
 SEAMS = {
-    "deepspeed": "terapipe_ds.runtime.deepspeed_seams",
-    "megatron-core": "terapipe_ds.models.megatron_seams",
+    "deepspeed": ("terapipe_ds.runtime.deepspeed_seams",),
+    "megatron-core": (
+        "terapipe_ds.models.megatron_seams",
+        "terapipe_ds.integrations.megatron_seams",
+    ),
 }
 
 
@@ -62,7 +65,8 @@ def moved_names(name: str) -> str | None:
     """What a package of ``SEAMS`` lacks that this one relies on, in one line; None if nothing."""
     try:
         with _quietly():
-            import_module(SEAMS[name]).check_seams()
+            for module in SEAMS[name]:
+                import_module(module).check_seams()
     except TeraPipeError as error:
         return str(error)
     except Exception as error:

@@ -18,7 +18,7 @@ from ..schedule.order import splits_backward
 from .megatron_neighbours import Neighbours
 from .megatron_recording import levels
 from .megatron_refuse import check_call, check_model
-from .megatron_seams import check_seams, process_groups
+from .megatron_seams import check_seams, finalize_gradients, process_groups
 from .megatron_step import Call, Step
 from .megatron_sync import GradientSync
 
@@ -99,10 +99,11 @@ class SlicedSchedule:
             tokens = self._run(call, neighbours, groups)
             if config.finalize_model_grads_func is not None and not forward_only:
                 with neighbours.watchdog.waiting(Wait("the reduction of gradients", "all ranks")):
-                    config.finalize_model_grads_func(
-                        [model],
+                    finalize_gradients(
+                        config,
+                        model,
                         tokens if config.calculate_per_token_loss else None,
-                        pg_collection=groups,
+                        groups,
                         force_all_reduce=force_all_reduce,
                     )
             if timers is not None:

@@ -1,8 +1,8 @@
 """What of megatron-core's schedules this package stands on, in one place.
 
-Read from megatron-core 0.16.1. ``check_seams`` fails loudly where something has moved;
-``tests/integrations/test_megatron_core_install.py`` calls it. The layers' seams are in
-``models/built_layers.py``.
+Read from megatron-core 0.16.1, and 0.15.3 where it differs. ``check_seams`` fails loudly where
+something has moved; ``tests/integrations/test_megatron_core_script.py`` calls it. The layers' seams
+are in ``models/built_layers.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..errors import TeraPipeError
+from ..versions import TESTED
 
 # Of megatron.core.pipeline_parallel.schedules: the arithmetic of a loss, the backward from an
 # output that has been freed, and what a model is told before a forward.
@@ -46,6 +47,8 @@ ARGUMENTS = (
     "pg_collection",
     "force_all_reduce",
 )
+# Of these, what megatron-core 0.15 does not know.
+_FORCES_REDUCTION = "force_all_reduce"
 
 
 def check_seams() -> None:
@@ -56,14 +59,35 @@ def check_seams() -> None:
     """
     moved = [name for name in SCHEDULE_SEAMS if not hasattr(schedules, name)]
     if not moved:
-        stock = schedules.forward_backward_pipelining_without_interleaving
-        found = set(inspect.signature(stock).parameters)
-        moved = sorted(f"the argument {name}" for name in found ^ set(ARGUMENTS))
+        differ = (_arguments() | {_FORCES_REDUCTION}) ^ set(ARGUMENTS)
+        moved = sorted(f"the argument {name}" for name in differ)
     if moved:
         raise TeraPipeError(
             f"megatron-core: found version {megatron.core.__version__}, whose schedules differ in "
-            f"{', '.join(moved)}, allowed is 0.16.1; install that version"
+            f"{', '.join(moved)}, allowed is {TESTED['megatron-core']}; install that version"
         )
+
+
+def finalize_gradients(
+    config: Any, model: Any, tokens: Any, groups: Any, *, force_all_reduce: bool | None
+) -> None:
+    """Calls ``finalize_model_grads_func`` as the installed release's schedules do.
+
+    Args:
+        config: the model's, with that function.
+        model: with its wrappers.
+        tokens: the step's, None where the loss is no sum over tokens.
+        groups: as :func:`process_groups`.
+        force_all_reduce: as megatron's schedules take it since 0.16.
+    """
+    known = _arguments()
+    forced = {_FORCES_REDUCTION: force_all_reduce} if _FORCES_REDUCTION in known else {}
+    config.finalize_model_grads_func([model], tokens, pg_collection=groups, **forced)
+
+
+def _arguments() -> set[str]:
+    stock = schedules.forward_backward_pipelining_without_interleaving
+    return set(inspect.signature(stock).parameters)
 
 
 def process_groups() -> ProcessGroupCollection:
@@ -107,4 +131,12 @@ def loss_of(model: Any, output: Any, loss_func: Any, call: Any, *, is_last: bool
     )
 
 
-__all__ = ["ARGUMENTS", "SCHEDULE_SEAMS", "check_seams", "loss_of", "process_groups", "schedules"]
+__all__ = [
+    "ARGUMENTS",
+    "SCHEDULE_SEAMS",
+    "check_seams",
+    "finalize_gradients",
+    "loss_of",
+    "process_groups",
+    "schedules",
+]

@@ -185,11 +185,11 @@ def test_installed_megatron_has_every_seam(monkeypatch: pytest.MonkeyPatch) -> N
 
     megatron_seams.check_seams()
     with monkeypatch.context() as patch:
-        patch.setattr(megatron_seams, "ARGUMENTS", megatron_seams.ARGUMENTS[:-1])
-        with pytest.raises(TeraPipeError, match=r"differ in the argument force_all_"):
+        patch.setattr(megatron_seams, "ARGUMENTS", megatron_seams.ARGUMENTS[1:])
+        with pytest.raises(TeraPipeError, match=r"differ in the argument forward_step_func"):
             megatron_seams.check_seams()
     for name in megatron_seams.SCHEDULE_SEAMS:
         with monkeypatch.context() as patch:
             patch.delattr(megatron_seams.schedules, name)
-            with pytest.raises(TeraPipeError, match=rf"differ in {name}, allowed is 0\.16\.1"):
+            with pytest.raises(TeraPipeError, match=rf"differ in {name}, allowed is 0\.15\.3 to"):
                 megatron_seams.check_seams()
