@@ -125,6 +125,9 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--granularity", type=_positive, default=8, help="tokens (8)")
     parser.add_argument("--objective", choices=OBJECTIVES, default="simulate")
     parser.add_argument("--schedule", choices=_SCHEDULES, default="1f1b")
+    parser.add_argument(
+        "--warmup", type=_slack, default="auto", help="more slices that a stage may hold (auto)"
+    )
     parser.add_argument("--memory", type=_gibibytes, help="a rank's memory, as 80GiB")
     parser.add_argument("--epsilon", type=_number, default=0.0, help="ms; 0 is the optimum (0)")
     parser.add_argument("--model", type=Path, help="refuse costs of another model than this one")
@@ -140,11 +143,14 @@ def _add_simulate(commands: Any) -> None:
         description="Simulates a step of a scheme with measured costs.",
     )
     parser.add_argument("cost", type=Path, help="a cost file of 'terapipe profile'")
-    parser.add_argument("--plan", type=Path, help="a plan file, instead of the next four")
+    parser.add_argument("--plan", type=Path, help="a plan file, instead of the next five")
     parser.add_argument("--scheme", help="as text: '[(1, [776, 640, 632])] * 16'")
     parser.add_argument("--stages", type=_positive, help="pipeline stages")
     parser.add_argument("--micro-batches", type=_positive, default=1, help="(1)")
     parser.add_argument("--schedule", choices=_SCHEDULES, default="1f1b")
+    parser.add_argument(
+        "--warmup", type=_count, default=0, help="more slices that a stage may hold (0)"
+    )
     parser.add_argument("--trace", type=Path, help="a Perfetto trace to write")
     parser.add_argument("--picture", type=_picture, help="a picture to write, .png or .svg")
     parser.add_argument("--json", action="store_true", help="print numbers for programs")
@@ -258,6 +264,7 @@ def _plan(args: argparse.Namespace) -> None:
         micro_batches=args.micro_batches,
         epsilon=args.epsilon,
         memory_bytes=args.memory,
+        warmup=args.warmup,
     )
     if args.out is not None:
         found.save(args.out)
@@ -279,7 +286,7 @@ def _simulate(args: argparse.Namespace) -> None:
     if args.plan is not None:
         found = Plan.load(args.plan)
         scheme, stages, schedule = found.scheme, found.stages, found.schedule
-        micro_batches = found.micro_batches
+        micro_batches, warmup = found.micro_batches, found.warmup
     elif args.scheme is None or args.stages is None:
         raise ConfigError(
             "simulate: found neither --plan nor both --scheme and --stages, allowed is one of these"
@@ -287,8 +294,16 @@ def _simulate(args: argparse.Namespace) -> None:
     else:
         scheme = SliceScheme.from_text(args.scheme)
         stages, schedule, micro_batches = args.stages, args.schedule, args.micro_batches
+        warmup = args.warmup
     cost.check_covers(scheme.seq_length)
-    timeline = predict(cost, scheme, stages=stages, schedule=schedule, micro_batches=micro_batches)
+    timeline = predict(
+        cost,
+        scheme,
+        stages=stages,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        warmup=warmup,
+    )
     spans = {str(scheme): MeasuredTimeline.simulated(timeline)}
     if args.trace is not None:
         write_chrome_trace(args.trace, spans)
@@ -376,7 +391,7 @@ def _print_costs(cost: CostModel) -> None:
 def _print_plan(found: Plan) -> None:
     print(
         f"{found.stages} stages, {found.schedule}, {found.micro_batches} micro-batches, "
-        f"objective {found.objective}\n"
+        f"objective {found.objective}{f', warmup {found.warmup}' if found.warmup else ''}\n"
     )
     print(f"{'':14}{'ms':>10}{'speedup':>9}{'bubble':>8}{'GiB':>8}  scheme")
     best = Candidate(found.scheme, found.latency_ms, found.bubble, found.memory)
@@ -422,6 +437,20 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, allowed are integers of at least 1")
     return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text!r}, allowed are integers of at least 0")
+    return int(text)
+
+
+def _slack(text: str) -> Any:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f'found {text!r}, allowed are "auto" and integers of at least 0'
+        )
+    return text if text == "auto" else int(text)
 
 
 def _number(text: str) -> float:

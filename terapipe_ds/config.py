@@ -10,9 +10,17 @@ import json
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from .errors import ConfigError
+from .schedule.order import check_warmup
 from .scheme import SliceScheme, SlicesSetting, parse_lengths
 
 BLOCK = "terapipe"
@@ -34,6 +42,10 @@ class TeraPipeConfig(BaseModel):
 
     schedule: Literal["1f1b", "gpipe", "zb-h1"] = "1f1b"
     """The order of slices, see ``terapipe_ds.schedule``; ``gpipe`` is the paper's."""
+
+    warmup: int | Literal["auto"] = "auto"
+    """How many more slices a stage may hold, so that slices of unequal times do not stop it;
+    ``"auto"`` is what the planner finds with ``"slices": "auto"``, and otherwise 0."""
 
     loss: Literal["auto", "per_slice", "whole_sequence"] = "auto"
     """``per_slice`` needs a loss that is a mean over valid tokens; ``auto`` asks the adapter."""
@@ -76,6 +88,24 @@ class TeraPipeConfig(BaseModel):
             f'slices: found {value!r}, allowed are "auto", a number of slices, '
             "a list of slice lengths, or groups [[sequences, [lengths...]], ...]"
         )
+
+    @field_validator("warmup", mode="before")
+    @classmethod
+    def _read_warmup(cls, value: Any, info: ValidationInfo) -> Any:
+        if value == "auto":
+            return value
+        if type(value) is not int or value < 0:
+            raise ConfigError(
+                f'warmup: found {value!r}, allowed are "auto" and integers of at least 0'
+            )
+        # Without a schedule where that is wrong, which is said first.
+        check_warmup(info.data.get("schedule", "1f1b"), value)
+        return value
+
+    @property
+    def given_warmup(self) -> int:
+        """The slack where no planner chooses it."""
+        return 0 if self.warmup == "auto" else self.warmup
 
     def describe(self) -> dict[str, Any]:
         """The settings as JSON values by their full name, to compare between ranks."""

@@ -57,7 +57,8 @@ def in_words(block: TeraPipeConfig) -> str:
     else:
         cut = f"{len(slices)} slices of {', '.join(map(str, slices))} tokens"
     trace = "" if block.trace is None else f"; steps {block.trace_steps} traced in {block.trace}"
-    return f"{cut}; schedule {block.schedule}; {_LOSS[block.loss]}{trace}"
+    slack = "" if block.warmup == "auto" else f" with warmup {block.warmup}"
+    return f"{cut}; schedule {block.schedule}{slack}; {_LOSS[block.loss]}{trace}"
 
 
 def check_ds_config(ds_config: Mapping[str, Any]) -> list[Finding]:

@@ -105,7 +105,9 @@ class Step:
             )
         name = "forward" if call.forward_only else self._block.schedule
         counts = [len(group.ranges) for group in self._groups]
-        order = actions(name, neighbours.stages, len(counts), counts)[neighbours.stage]
+        warmup = 0 if call.forward_only else self._block.given_warmup
+        order = actions(name, neighbours.stages, len(counts), counts, warmup=warmup)
+        order = order[neighbours.stage]
         backwards = [action for action in order if action.kind == "B"]
         neighbours.begin(
             boundary_of(call.config, shares=self._shares),

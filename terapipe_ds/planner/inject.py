@@ -39,6 +39,8 @@ def inject(plan: Plan, text: str) -> tuple[str, list[str]]:
     slices: Any = list(groups[0].lengths) if len(groups) == 1 else str(scheme)
     block = before.get(BLOCK)
     wanted = {"slices": slices, "schedule": plan.schedule}
+    if plan.warmup or (isinstance(block, dict) and "warmup" in block):
+        wanted["warmup"] = plan.warmup
     if isinstance(block, dict):
         span = _members(text)[BLOCK]
         changes[BLOCK] = _Text(_edit(text[span.start : span.stop], wanted, indent=_indent(text)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..files import write_text
-from ..schedule.order import Kind, actions, splits_backward
+from ..schedule.order import Kind, Order, actions, check_warmup, splits_backward, takes_turns
 from ..schedule.simulator import Timeline, simulate_order
 from ..scheme import Group, SliceScheme
 from .cost import CostModel
@@ -32,6 +32,14 @@ _EVEN = (1, 2, 4, 8, 16, 32, 64)
 # More schemes of the solver that are scored.
 _KEPT = 6
 
+# Slack that is tried on the best schemes, for as long as it gains; and how much of the time more
+# slack has to save, since what it costs is memory.
+_WARMUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_TRIED = 4
+_GAINS = 0.001
+_FRUITLESS = 3
+_WORTH_MEMORY = 0.005
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -42,12 +50,14 @@ class Candidate:
         latency_ms: of a step, by the plan's objective.
         bubble: for each stage the idle share, where it was simulated.
         memory: for each stage the most bytes at any time, where the cost model knows them.
+        warmup: the schedule's slack.
     """
 
     scheme: SliceScheme
     latency_ms: float
     bubble: list[float] | None = None
     memory: list[float] | None = None
+    warmup: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ class Plan:
         bubble: for each stage the idle share, where it was simulated.
         memory: for each stage the most bytes at any time, where the cost model knows them.
         about: what the costs were measured on.
+        warmup: the schedule's slack.
     """
 
     scheme: SliceScheme
@@ -81,6 +92,7 @@ class Plan:
     bubble: list[float] | None = None
     memory: list[float] | None = None
     about: dict[str, Any] = field(default_factory=dict)
+    warmup: int = 0
 
     @property
     def speedup(self) -> float:
@@ -157,7 +169,7 @@ class Plan:
                 read.micro_batches,
                 0.0,
             )
-            splits_backward(read.schedule)
+            check_warmup(read.schedule, read.warmup)
             return read
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -175,6 +187,8 @@ def _candidate(content: Any) -> Candidate:
         float(content["latency_ms"]),
         content["bubble"],
         content["memory"],
+        # Plans of before there was any have none.
+        content.get("warmup", 0),
     )
 
 
@@ -209,6 +223,7 @@ def plan(
     memory_bytes: float | None = None,
     group_sizes: Sequence[int] | None = None,
     least_gain: float = 0.0,
+    warmup: int | Literal["auto"] = 0,
 ) -> Plan:
     """The best scheme for a micro-batch of ``sequences`` sequences.
 
@@ -231,12 +246,15 @@ def plan(
         memory_bytes: plans that need more on any stage are dropped.
         group_sizes: how many sequences may go together; any number if None.
         least_gain: the share of the time without slices that a plan must save to be preferred.
+        warmup: the schedule's slack, see :func:`~terapipe_ds.schedule.actions`; with ``"auto"`` the
+            least that is within half a percent of the best, by simulation.
 
     Raises:
         ConfigError: if an argument is impossible, or no plan fits in memory.
     """
     _check(seq_length, stages, sequences, granularity, objective, micro_batches, epsilon)
-    splits_backward(schedule)  # refuses an unknown name
+    fixed = 0 if warmup == "auto" else warmup
+    check_warmup(schedule, fixed)
     if isinstance(cost, CostModel):
         cost.check_covers(seq_length)
     if memory_bytes is not None and not _knows_memory(cost, stages):
@@ -258,7 +276,9 @@ def plan(
     schemes += _even_schemes(seq_length, sequences, granularity, sizes)
     scorer = _Scorer(cost, stages, schedule, micro_batches, objective)
     # Where two take the same time, the one with fewer slices comes first.
-    candidates = sorted((scorer.score(scheme) for scheme in dict.fromkeys(schemes)), key=_rank)
+    candidates = sorted((scorer.score(each, fixed) for each in dict.fromkeys(schemes)), key=_rank)
+    if warmup == "auto" and objective == "simulate" and takes_turns(schedule):
+        candidates = sorted(_with_slack(candidates, scorer, memory_bytes), key=_rank)
     fitting = candidates if memory_bytes is None else _fitting(candidates, memory_bytes)
     best = fitting[0]
     unsliced = next((c for c in fitting if _is_unsliced(c.scheme)), None)
@@ -278,11 +298,49 @@ def plan(
         bubble=best.bubble,
         memory=best.memory,
         about=dict(cost.about) if isinstance(cost, CostModel) else {},
+        warmup=best.warmup,
     )
 
 
+def _with_slack(
+    candidates: Sequence[Candidate], scorer: _Scorer, memory_bytes: float | None
+) -> Iterator[Candidate]:
+    """The candidates, the best of them (sliced and not) with as much slack as is worth its memory.
+
+    Args:
+        candidates: without slack, the fastest first.
+        scorer: times them.
+        memory_bytes: slack that needs more on any stage is not tried.
+    """
+    unsliced = next(each for each in candidates if _is_unsliced(each.scheme))
+    for place, candidate in enumerate(candidates):
+        if place >= _TRIED and candidate is not unsliced:
+            yield candidate
+            continue
+        found = [candidate]
+        fruitless = 0
+        for warmup in _WARMUPS:
+            more = scorer.score(candidate.scheme, warmup)
+            if memory_bytes is not None and max(more.memory or [math.inf]) > memory_bytes:
+                break
+            gains = more.latency_ms < (1 - _GAINS) * min(each.latency_ms for each in found)
+            fruitless = 0 if gains else fruitless + 1
+            found.append(more)
+            # Slack is shared by the hops between stages: the next one may need a bit more.
+            if fruitless == _FRUITLESS:
+                break
+        best = min(each.latency_ms for each in found)
+        yield next(each for each in found if each.latency_ms <= (1 + _WORTH_MEMORY) * best)
+
+
 def predict(
-    cost: Cost, scheme: SliceScheme, *, stages: int, schedule: str, micro_batches: int = 1
+    cost: Cost,
+    scheme: SliceScheme,
+    *,
+    stages: int,
+    schedule: str,
+    micro_batches: int = 1,
+    warmup: int = 0,
 ) -> Timeline:
     """Simulates a step of a scheme with each stage's own costs.
 
@@ -292,9 +350,10 @@ def predict(
         stages: the number of pipeline stages.
         schedule: its name.
         micro_batches: how often the scheme is repeated.
+        warmup: the schedule's slack.
     """
     groups = scheme.groups * micro_batches
-    order = actions(schedule, stages, len(groups), [len(group.lengths) for group in groups])
+    order = _order(schedule, stages, groups, warmup)
     split = splits_backward(schedule)
     times = [_group_times(cost, stage, stages, scheme, split) for stage in range(stages)]
 
@@ -314,19 +373,29 @@ def predict(
 
 
 def peak_memory(
-    cost: CostModel, scheme: SliceScheme, *, stages: int, schedule: str, micro_batches: int = 1
+    cost: CostModel,
+    scheme: SliceScheme,
+    *,
+    stages: int,
+    schedule: str,
+    micro_batches: int = 1,
+    warmup: int = 0,
 ) -> list[float] | None:
     """For each stage the most bytes at any time of a step; None if the costs do not know."""
     if not _knows_memory(cost, stages):
         return None
     groups = scheme.groups * micro_batches
-    order = actions(schedule, stages, len(groups), [len(group.lengths) for group in groups])
     peaks = []
-    for stage, row in enumerate(order):
+    for stage, row in enumerate(_order(schedule, stages, groups, warmup)):
         memory = cost.stage(stage, stages).memory
         assert memory is not None
         peaks.append(memory.peak(row, groups))
     return peaks
+
+
+def _order(schedule: str, stages: int, groups: Sequence[Group], warmup: int) -> Order:
+    counts = [len(group.lengths) for group in groups]
+    return actions(schedule, stages, len(groups), counts, warmup=warmup)
 
 
 class _Scorer:
@@ -340,17 +409,17 @@ class _Scorer:
             "micro_batches": micro_batches,
         }
 
-    def score(self, scheme: SliceScheme) -> Candidate:
+    def score(self, scheme: SliceScheme, warmup: int) -> Candidate:
         memory = None
         if isinstance(self.cost, CostModel):
-            memory = peak_memory(self.cost, scheme, **self.step)
+            memory = peak_memory(self.cost, scheme, **self.step, warmup=warmup)
         if self.objective == "simulate":
-            timeline = predict(self.cost, scheme, **self.step)
-            return Candidate(scheme, timeline.makespan_ms, timeline.bubble, memory)
+            timeline = predict(self.cost, scheme, **self.step, warmup=warmup)
+            return Candidate(scheme, timeline.makespan_ms, timeline.bubble, memory, warmup)
         latency = paper_latency(
             self.cost, scheme, self.step["stages"], micro_batches=self.step["micro_batches"]
         )
-        return Candidate(scheme, latency, None, memory)
+        return Candidate(scheme, latency, None, memory, warmup)
 
 
 def _group_times(

@@ -144,6 +144,8 @@ class AutoPlans:
         engine = self._engine
         if (found.stages, found.schedule) != (engine.num_stages, engine.terapipe.schedule):
             yield f"it is for {found.stages} stages and {found.schedule}"
+        if engine.terapipe.warmup not in ("auto", found.warmup):
+            yield f"it is for a warmup of {found.warmup}"
         if found.micro_batches != engine.micro_batches:
             yield f"it is for {found.micro_batches} micro-batches a step"
         if self._one_group and len(found.scheme) > 1:
@@ -188,6 +190,7 @@ class AutoPlans:
             micro_batches=engine.micro_batches,
             granularity=self._granularity,
             unsliced=Candidate(scheme, 0.0),
+            warmup=engine.terapipe.given_warmup,
         )
 
     def _plan(self, shape: BatchShape) -> dict[str, Any]:
@@ -209,6 +212,7 @@ class AutoPlans:
             # A loss of the whole sequence cannot be computed before all groups are through.
             group_sizes=[sequences] if self._one_group else None,
             least_gain=_WORTHWHILE,
+            warmup=engine.terapipe.warmup,
         )
         return chosen.to_dict()
 
@@ -493,7 +497,8 @@ def _describe(chosen: Plan, shape: BatchShape) -> str:
     bubble = max(chosen.bubble or [0.0])
     return (
         f"plan for micro-batches of {sequences} x {tokens} tokens: {chosen.scheme}, "
-        f"{chosen.schedule}, {chosen.latency_ms:.0f} ms a step expected, "
+        f"{chosen.schedule} with warmup {chosen.warmup}, {chosen.latency_ms:.0f} ms a step "
+        "expected, "
         f"{chosen.unsliced.latency_ms:.0f} ms without slices ({chosen.speedup:.2f}x), "
         f"bubble at most {bubble:.0%}"
     )

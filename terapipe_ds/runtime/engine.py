@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -277,7 +277,9 @@ class TokenSliceEngine(SliceExecution):
         )
         if self._tracer is not None:
             self._tracer.saw(shapes, self._step.slices)
-        lowered = self._schedule(schedule, micro_batches, self._step.slices)
+        lowered = self._schedule(
+            schedule, micro_batches, self._step.slices, self._warmup(shapes) if training else 0
+        )
         self._begin_receives(lowered.actions)
         return lowered
 
@@ -311,11 +313,21 @@ class TokenSliceEngine(SliceExecution):
             check_loss_fits(mode, scheme, balances_micro_batch=self._adapter.balances_micro_batch)
         return schemes
 
-    def _schedule(self, schedule: str, micro_batches: int, slices: list[int]) -> TokenSliceSchedule:
+    def _warmup(self, shapes: Iterable[BatchShape]) -> int:
+        """The slack of a training step's schedule; all its micro-batches share one."""
+        warmup = self.terapipe.warmup
+        if warmup != "auto":
+            return warmup
+        plans = [] if self._auto is None else [self._auto.plans[shape] for shape in shapes]
+        return max((plan.warmup for plan in plans), default=0)
+
+    def _schedule(
+        self, schedule: str, micro_batches: int, slices: list[int], warmup: int
+    ) -> TokenSliceSchedule:
         """This stage's instructions; the same ones serve every step of the same shape."""
-        key = (schedule, micro_batches, tuple(slices))
+        key = (schedule, micro_batches, tuple(slices), warmup)
         if key not in self._schedules:
-            order = actions(schedule, self.num_stages, len(slices), slices)
+            order = actions(schedule, self.num_stages, len(slices), slices, warmup=warmup)
             self._schedules[key] = TokenSliceSchedule(
                 order[self.stage_id],
                 micro_batches=micro_batches,

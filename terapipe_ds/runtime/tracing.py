@@ -127,6 +127,7 @@ class Tracer:
                 stages=engine.num_stages,
                 schedule=engine.terapipe.schedule,
                 micro_batches=engine.micro_batches,
+                warmup=engine._warmup([shape]),
             )
         took = {
             (stage, span.what, span.micro_batch, span.slice): span.seconds * 1e3
@@ -138,7 +139,11 @@ class Tracer:
             return took[stage, kind, micro_batch, index]
 
         order = actions(
-            engine.terapipe.schedule, engine.num_stages, len(self._slices), self._slices
+            engine.terapipe.schedule,
+            engine.num_stages,
+            len(self._slices),
+            self._slices,
+            warmup=engine._warmup(self._shapes),
         )
         return simulate_order(order, duration)
 

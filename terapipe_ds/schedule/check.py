@@ -60,13 +60,23 @@ def check(
 
 
 def check_named(
-    name: str, order: Order, *, micro_batches: int, slices: int | Sequence[int]
+    name: str,
+    order: Order,
+    *,
+    micro_batches: int,
+    slices: int | Sequence[int],
+    warmup: int = 0,
 ) -> None:
-    """:func:`check` with the bounds that the named schedule promises."""
+    """:func:`check` with the bounds that the named schedule promises for so much slack."""
     stages = len(order)
     bounds = [
         in_flight_bound(
-            name, stage=stage, stages=stages, micro_batches=micro_batches, slices=slices
+            name,
+            stage=stage,
+            stages=stages,
+            micro_batches=micro_batches,
+            slices=slices,
+            warmup=warmup,
         )
         for stage in range(stages)
     ]

@@ -57,7 +57,14 @@ def slice_counts(micro_batches: int, slices: int | Sequence[int]) -> list[int]:
     return counts
 
 
-def actions(name: str, stages: int, micro_batches: int, slices: int | Sequence[int]) -> Order:
+def actions(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    slices: int | Sequence[int],
+    *,
+    warmup: int = 0,
+) -> Order:
     """The actions of every stage.
 
     Args:
@@ -68,22 +75,54 @@ def actions(name: str, stages: int, micro_batches: int, slices: int | Sequence[i
         stages: the number of pipeline stages.
         micro_batches: the number of micro-batches.
         slices: the number of slices, one for all micro-batches or one for each.
+        warmup: how many more slices a stage may hold, see ``docs/schedules.md``; only for
+            schedules in which forwards take turns with backwards.
 
     Returns:
         For each stage a list of ``(kind, micro_batch, slice)``.
 
     Raises:
-        ConfigError: if the name is unknown or a number is below 1.
+        ConfigError: if the name is unknown or a number is too small.
     """
     schedule = _schedule(name)
     if stages < 1:
         raise ConfigError(f"schedule: found {stages} stages, allowed is at least 1")
+    check_warmup(name, warmup)
     counts = slice_counts(micro_batches, slices)
-    return [schedule.stage_actions(stage, stages, counts) for stage in range(stages)]
+    return [schedule.stage_actions(Place(stage, stages, warmup), counts) for stage in range(stages)]
+
+
+def check_warmup(name: str, warmup: int) -> None:
+    """Raises if a schedule cannot have so much slack.
+
+    Raises:
+        ConfigError: for an unknown schedule, a number that is no integer of at least 0, or any
+            slack for a schedule that runs all forwards first.
+    """
+    has_use = takes_turns(name)
+    if type(warmup) is not int or warmup < 0:
+        raise ConfigError(f"warmup: found {warmup!r}, allowed are integers of at least 0")
+    if warmup and not has_use:
+        turns = ", ".join(repr(each) for each in sorted(_SCHEDULES) if takes_turns(each))
+        raise ConfigError(
+            f"warmup: found {warmup} with the schedule {name!r}, which runs all forwards first, "
+            f"allowed is 0, or the schedules {turns}; change warmup or schedule"
+        )
+
+
+def takes_turns(name: str) -> bool:
+    """Whether a schedule runs backwards between forwards, so that slack changes it."""
+    return _schedule(name).takes_turns
 
 
 def in_flight_bound(
-    name: str, *, stage: int, stages: int, micro_batches: int, slices: int | Sequence[int]
+    name: str,
+    *,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    slices: int | Sequence[int],
+    warmup: int = 0,
 ) -> int:
     """The most slices whose forward has run and whose backward has not, on one stage.
 
@@ -94,7 +133,8 @@ def in_flight_bound(
             f"schedule: found stage {stage} of {stages}, allowed are 0 to {stages - 1}"
         )
     counts = slice_counts(micro_batches, slices)
-    return _schedule(name).bound(stage, stages, counts)
+    check_warmup(name, warmup)
+    return _schedule(name).bound(Place(stage, stages, warmup), counts)
 
 
 def released_by(row: Sequence[Action]) -> Kind:
@@ -110,24 +150,40 @@ def _backwards(counts: Sequence[int]) -> list[Action]:
     return [Action("B", d, s) for d, count in enumerate(counts) for s in reversed(range(count))]
 
 
-def _forward_only(stage: int, stages: int, counts: Sequence[int]) -> list[Action]:
+class Place(NamedTuple):
+    """A stage in its pipeline, and the slack that its schedule is given."""
+
+    stage: int
+    stages: int
+    warmup: int
+
+    @property
+    def ahead(self) -> int:
+        """How many forwards it runs ahead of the last stage.
+
+        One for each hop to there, the time that a slice needs to the last stage and back; and of
+        the slack, which all hops share, as much as lies before it.
+        """
+        hops = self.stages - 1 - self.stage
+        return hops + (self.warmup * hops // (self.stages - 1) if hops else 0)
+
+
+def _forward_only(place: Place, counts: Sequence[int]) -> list[Action]:
     return _forwards(counts)
 
 
-def _gpipe(stage: int, stages: int, counts: Sequence[int]) -> list[Action]:
+def _gpipe(place: Place, counts: Sequence[int]) -> list[Action]:
     forwards = _forwards(counts)
     return forwards + [Action("B", d, s) for _, d, s in reversed(forwards)]
 
 
-def _one_forward_one_backward(stage: int, stages: int, counts: Sequence[int]) -> list[Action]:
+def _one_forward_one_backward(place: Place, counts: Sequence[int]) -> list[Action]:
     """1F1B over slices.
 
     The last stage runs a backward as soon as its micro-batch's forwards are done, and one more
-    forward before each next one. Stage ``k`` runs ``K - 1 - k`` forwards further ahead, the time
-    that a slice needs to the last stage and back.
+    forward before each next one. The others run further ahead, see ``Place.ahead``.
     """
     forwards, backwards = _forwards(counts), _backwards(counts)
-    ahead = stages - 1 - stage
     order: list[Action] = []
     done = 0
     needed = 0
@@ -136,58 +192,60 @@ def _one_forward_one_backward(stage: int, stages: int, counts: Sequence[int]) ->
         if backward.slice == counts[backward.micro_batch] - 1:
             ends += counts[backward.micro_batch]
         needed = max(ends, needed + 1)
-        until = min(len(forwards), needed + ahead)
+        until = min(len(forwards), needed + place.ahead)
         order += forwards[done:until]
         done = max(done, until)
         order.append(backward)
     return order
 
 
-def _zero_bubble_h1(stage: int, stages: int, counts: Sequence[int]) -> list[Action]:
+def _zero_bubble_h1(place: Place, counts: Sequence[int]) -> list[Action]:
     """ZB-H1 over slices (Qi et al., arXiv 2401.10241): 1F1B, its weight gradients later.
 
     Stage ``k`` may owe ``k`` weight gradients. Later stages, which 1F1B lets hold fewer slices,
     thus hold as many as the first, and have work left for the time in which the last backwards
-    travel to the first stage.
+    travel to the first stage. Slack that a stage does not need for forwards it may owe.
     """
     order: list[Action] = []
     owed: list[Action] = []
-    for action in _one_forward_one_backward(stage, stages, counts):
+    may_owe = place.stages - 1 + place.warmup - place.ahead
+    for action in _one_forward_one_backward(place, counts):
         order.append(action)
         if action.kind == "B":
             owed.append(action._replace(kind="W"))
-            if len(owed) > stage:
+            if len(owed) > may_owe:
                 order.append(owed.pop(0))
     return order + owed
 
 
-def _all_in_flight(stage: int, stages: int, counts: Sequence[int]) -> int:
+def _all_in_flight(place: Place, counts: Sequence[int]) -> int:
     return sum(counts)
 
 
-def _bound_1f1b(stage: int, stages: int, counts: Sequence[int]) -> int:
-    return min(sum(counts), stages - stage + max(counts) - 1)
+def _bound_1f1b(place: Place, counts: Sequence[int]) -> int:
+    return min(sum(counts), place.ahead + max(counts))
 
 
-def _bound_zero_bubble_h1(stage: int, stages: int, counts: Sequence[int]) -> int:
-    return min(sum(counts), stages + max(counts) - 1)
+def _bound_zero_bubble_h1(place: Place, counts: Sequence[int]) -> int:
+    return min(sum(counts), place.stages - 1 + place.warmup + max(counts))
 
 
 def splits_backward(name: str) -> bool:
     """Whether a schedule has weight gradients apart."""
-    return any(action.kind == "W" for action in _schedule(name).stage_actions(0, 1, [1]))
+    return any(action.kind == "W" for action in _schedule(name).stage_actions(Place(0, 1, 0), [1]))
 
 
 class _Schedule(NamedTuple):
-    stage_actions: Callable[[int, int, Sequence[int]], list[Action]]
-    bound: Callable[[int, int, Sequence[int]], int]
+    stage_actions: Callable[[Place, Sequence[int]], list[Action]]
+    bound: Callable[[Place, Sequence[int]], int]
+    takes_turns: bool
 
 
 _SCHEDULES = {
-    "1f1b": _Schedule(_one_forward_one_backward, _bound_1f1b),
-    "gpipe": _Schedule(_gpipe, _all_in_flight),
-    "zb-h1": _Schedule(_zero_bubble_h1, _bound_zero_bubble_h1),
-    "forward": _Schedule(_forward_only, _all_in_flight),
+    "1f1b": _Schedule(_one_forward_one_backward, _bound_1f1b, takes_turns=True),
+    "gpipe": _Schedule(_gpipe, _all_in_flight, takes_turns=False),
+    "zb-h1": _Schedule(_zero_bubble_h1, _bound_zero_bubble_h1, takes_turns=True),
+    "forward": _Schedule(_forward_only, _all_in_flight, takes_turns=False),
 }
 
 

@@ -66,6 +66,7 @@ def simulate(
     stages: int,
     micro_batches: int | None = None,
     slices: int | Sequence[int] | None = None,
+    warmup: int = 0,
     transfer: float | Duration = 0.0,
     latency_ms: float = 0.0,
     overlap: bool = True,
@@ -80,6 +81,7 @@ def simulate(
         stages: the number of stages.
         micro_batches: needed, with ``slices``, if ``times`` is a function.
         slices: the number of slices, one for all micro-batches or one for each.
+        warmup: how many more slices a stage may hold, see :func:`~terapipe_ds.schedule.actions`.
         transfer: ms that a message occupies its channel; a number, or a function of the sending
             action.
         latency_ms: time that a message takes on top, in which the channel is free.
@@ -105,7 +107,7 @@ def simulate(
                 f"slices={slices}, allowed is the same number in both; leave these out"
             )
         counts = slice_counts(len(counts), counts)
-    order = actions(name, stages, len(counts), counts)
+    order = actions(name, stages, len(counts), counts, warmup=warmup)
     duration = times if callable(times) else _table(times, split=splits_backward(name))
     return simulate_order(
         order, duration, transfer=transfer, latency_ms=latency_ms, overlap=overlap

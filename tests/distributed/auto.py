@@ -311,6 +311,11 @@ def checkpoint(cache: Path, saved: Path) -> None:
     stale.train_batch(iter(batches(1, seed=5)))
     assert stale.plans[2, 48].schedule == "gpipe"
 
+    slack = engine_of(small_gpt(), 1, {**AUTO, "warmup": 2})
+    slack.load_checkpoint(str(saved))
+    slack.train_batch(iter(batches(1, seed=5)))
+    assert slack.plans[2, 48].warmup == 2, "the checkpoint's plan has no slack"
+
     auto_plans.plan = lambda *_, **__: Plan.from_dict(
         {**plan.to_dict(), "scheme": [[1, [24, 24]], [1, [24, 24]]]}
     )

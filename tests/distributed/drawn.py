@@ -34,6 +34,7 @@ def _compare(draw: Draw) -> tuple[float, str]:
     block = {
         "slices": draw.slices,
         "schedule": draw.schedule,
+        "warmup": draw.warmup,
         "loss": draw.loss,
         "timeout_s": 60,
     }

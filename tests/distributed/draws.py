@@ -19,6 +19,7 @@ LAYOUTS = {(2, 1, 1): 6, (4, 1, 1): 4, (2, 2, 1): 5, (2, 1, 2): 3, (2, 2, 2): 2}
 # What may be drawn. The first value of each is the plain one.
 CHOICES: dict[str, list[Any]] = {
     "schedule": ["1f1b", "gpipe", "zb-h1"],
+    "warmup": [0, 1, 3],
     "precision": ["exact", "bf16", "fp16"],
     "zero": [0, 1],
     "micro_batches": [1, 3],
@@ -61,6 +62,7 @@ class Draw:
     data: int
     slices: Any
     schedule: str
+    warmup: int
     precision: str
     zero: int
     micro_batches: int
@@ -143,6 +145,8 @@ _OVER_MICRO_BATCH = ("aux_loss", "global_aux_loss", "all")
 def _make_possible(chosen: dict[str, Any], pipe: int, tensor: int) -> None:
     """Changes what does not go together in DeepSpeed or megatron-core, slices or not."""
     recompute = chosen["recompute"]
+    if chosen["schedule"] == "gpipe":
+        chosen["warmup"] = 0
     if recompute == "mla_up_proj":
         chosen["attention"] = "latent"
     if recompute in ("moe", "shared_experts") and chosen["experts"] == "none":

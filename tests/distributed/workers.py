@@ -104,6 +104,7 @@ def block_of(case: Case) -> dict[str, Any]:
     return {
         "slices": cases.UNEVEN[case.slices],
         "schedule": case.schedule,
+        "warmup": case.warmup,
         "loss": "whole_sequence" if case.whole_sequence else "auto",
         "timeout_s": 60,
     }

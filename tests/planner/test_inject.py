@@ -24,7 +24,7 @@ BATCH = "train_batch_size"
 BLOCK = "terapipe"
 
 
-def a_plan(scheme: Any, *, micro_batches: int = 1, schedule: str = "1f1b") -> Plan:
+def a_plan(scheme: Any, *, micro_batches: int = 1, schedule: str = "1f1b", warmup: int = 0) -> Plan:
     groups = scheme if isinstance(scheme, SliceScheme) else SliceScheme(scheme)
     return Plan(
         scheme=groups,
@@ -35,6 +35,7 @@ def a_plan(scheme: Any, *, micro_batches: int = 1, schedule: str = "1f1b") -> Pl
         micro_batches=micro_batches,
         granularity=8,
         unsliced=Candidate(groups, 10.0),
+        warmup=warmup,
     )
 
 
@@ -155,6 +156,18 @@ def test_batch_sizes_and_the_form_of_slices(plan: Plan, slices: Any, size: int, 
     assert block is not None and block.slices != "auto"
     scheme = SliceScheme.resolve(block.slices, sequences=size, seq_length=64)
     assert scheme == plan.for_deepspeed()[2]
+
+
+@pytest.mark.parametrize(
+    ("before", "warmup", "after"),
+    [("", 0, "auto"), ("", 3, 3), ('"warmup": "auto"', 2, 2), ('"warmup": 5', 0, 0)],
+)
+def test_the_warmup_is_the_plans(before: str, warmup: int, after: int | str) -> None:
+    text = f'{{"{BLOCK}": {{{before}}}}}'
+    block = read_block(json.loads(inject(a_plan([(1, [64])], warmup=warmup), text)[0]))
+    assert block is not None
+    assert block.warmup == after
+    assert block.given_warmup == warmup
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])

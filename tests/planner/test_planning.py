@@ -284,6 +284,53 @@ def test_for_deepspeed_leaves_given_micro_batches_alone() -> None:
     assert given.for_deepspeed() == (2, 3, given.scheme)
 
 
+def test_slack_is_chosen_where_it_gains() -> None:
+    """Even slices of unequal times, of which there are no others on this grid."""
+    given: dict[str, Any] = {
+        "seq_length": 64,
+        "stages": 4,
+        "sequences": 1,
+        "micro_batches": 8,
+        "granularity": 32,
+        "objective": "simulate",
+    }
+    cost = Formula(lambda length, context, _: length * (1 + 0.1 * (context + length / 2)))
+    tight = plan(cost, **given)
+    chosen = plan(cost, **given, warmup="auto")
+    assert tight.warmup == 0 and chosen.warmup > 0
+    assert chosen.latency_ms < tight.latency_ms
+    assert chosen.latency_ms == plan(cost, **given, warmup=chosen.warmup).latency_ms
+    with_more = plan(cost, **given, warmup=chosen.warmup + 8)
+    assert with_more.latency_ms > 0.99 * chosen.latency_ms, "more would be a waste of memory"
+    simulated = predict(
+        cost,
+        chosen.scheme,
+        stages=4,
+        schedule="1f1b",
+        micro_batches=8,
+        warmup=chosen.warmup,
+    )
+    assert simulated.makespan_ms == chosen.latency_ms
+    assert plan(cost, **given, schedule="gpipe", warmup="auto").warmup == 0
+
+
+def test_slack_keeps_to_the_memory() -> None:
+    given: dict[str, Any] = {
+        **PROBLEM,
+        "sequences": 1,
+        "micro_batches": 8,
+        "objective": "simulate",
+        "schedule": "zb-h1",
+    }
+    # As with long sequences: attention has no part in the weights' gradients.
+    cost = model(replace(stage(memory=MEMORY), weight=line(0.25, 1 / 256)))
+    free = plan(cost, **given, warmup="auto")
+    assert free.warmup > 0 and free.memory is not None
+    limit = max(free.memory) - 1
+    tight = plan(cost, **given, warmup="auto", memory_bytes=limit)
+    assert tight.memory is not None and max(tight.memory) <= limit
+
+
 def test_a_plan_must_save_the_least_gain() -> None:
     sliced = plan(model(), **PROBLEM)
     gain = 1 - 1 / sliced.speedup
@@ -365,6 +412,7 @@ def saved(tmp_path: Path, **more: Any) -> tuple[Plan, Path]:
         {},
         {"objective": "simulate", "schedule": "gpipe", "micro_batches": 2},
         {"sequences": 1, "seq_length": 32},
+        {"schedule": "zb-h1", "micro_batches": 4, "objective": "simulate", "warmup": "auto"},
     ],
 )
 def test_round_trip(tmp_path: Path, more: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from terapipe_ds.schedule import Action, actions, check, check_named, in_flight_
 STAGES = st.integers(1, 12)
 MICRO_BATCHES = st.integers(1, 8)
 UNIFORM = st.tuples(MICRO_BATCHES, st.integers(1, 8))
+WARMUPS = st.integers(0, 12)
 ONE_EACH = st.lists(st.integers(1, 8), min_size=1, max_size=8).map(lambda each: (len(each), each))
 
 
@@ -39,6 +40,69 @@ def usual_1f1b(stage: int, stages: int, micro_batches: int) -> str:
         order += [f"F{warmup + d}.0", f"B{d}.0"]
     order += [f"B{d}.0" for d in range(micro_batches - warmup, micro_batches)]
     return " ".join(order)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@given(STAGES, UNIFORM | ONE_EACH, WARMUPS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_orders_with_slack_are_legal(
+    name: str, stages: int, cut: tuple[int, Any], warmup: int
+) -> None:
+    micro_batches, slices = cut
+    order = actions(name, stages, micro_batches, slices, warmup=warmup)
+    check_named(name, order, micro_batches=micro_batches, slices=slices, warmup=warmup)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@given(STAGES, UNIFORM | ONE_EACH, WARMUPS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_slack_raises_the_bound_by_no_more(
+    name: str, stages: int, cut: tuple[int, Any], warmup: int
+) -> None:
+    micro_batches, slices = cut
+    for stage in range(stages):
+        tight, slack = (
+            in_flight_bound(
+                name,
+                stage=stage,
+                stages=stages,
+                micro_batches=micro_batches,
+                slices=slices,
+                warmup=allowed,
+            )
+            for allowed in (0, warmup)
+        )
+        assert tight <= slack <= tight + warmup
+
+
+def test_slack_by_hand() -> None:
+    """The first of three stages is two more forwards ahead, the second, with one hop left, one."""
+    order = actions("1f1b", 3, 2, 3, warmup=2)
+    assert texts(order[0]) == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B0.2 B0.1 B0.0 B1.2 B1.1 B1.0"
+    assert texts(order[1]) == "F0.0 F0.1 F0.2 F1.0 F1.1 B0.2 F1.2 B0.1 B0.0 B1.2 B1.1 B1.0"
+    assert order[2] == actions("1f1b", 3, 2, 3)[2]
+    first, last = actions("zb-h1", 2, 2, 2, warmup=1)
+    assert texts(first) == "F0.0 F0.1 F1.0 F1.1 B0.1 W0.1 B0.0 W0.0 B1.1 W1.1 B1.0 W1.0"
+    assert texts(last) == "F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 W0.1 B1.0 W0.0 W1.1 W1.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "message"),
+    [
+        ("1f1b", -1, "warmup: found -1, allowed are integers of at least 0"),
+        ("zb-h1", True, "warmup: found True, allowed are integers"),
+        ("gpipe", 2, "warmup: found 2 with the schedule 'gpipe', which runs all forwards first"),
+        ("forward", 1, "warmup: found 1 with the schedule 'forward'"),
+    ],
+)
+def test_slack_that_is_refused(name: str, warmup: int, message: str) -> None:
+    for refuse in (
+        lambda: actions(name, 2, 2, 2, warmup=warmup),
+        lambda: in_flight_bound(name, stage=0, stages=2, micro_batches=2, slices=2, warmup=warmup),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refuse()
+        assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])

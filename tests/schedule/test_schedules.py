@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terapipe_ds.schedule import actions, check_named, lower_bound, simulate_order
+from terapipe_ds.schedule import actions, check_named, lower_bound, simulate, simulate_order
 from terapipe_ds.schedule.order import Kind, in_flight_bound
 
 TIMES = st.floats(0, 10, allow_nan=False)
@@ -42,6 +42,16 @@ def test_legal_and_no_shorter_than_the_lower_bound(name: str, problem: dict[str,
         assert peak <= in_flight_bound(
             name, stage=stage, stages=stages, micro_batches=len(counts), slices=counts
         )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_slack_hides_slices_of_unequal_times(name: str, stages: int) -> None:
+    """Late slices of even lengths take longer: without slack neighbours stop for each other."""
+    times = [[(1.0, 1.0, 1.0), (2.0, 3.0, 1.0)]] * 8
+    tight = simulate(name, times, stages=stages).makespan_ms
+    slack = simulate(name, times, stages=stages, warmup=stages - 1).makespan_ms
+    assert slack < 0.9 * tight
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
