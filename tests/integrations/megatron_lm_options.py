@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from . import megatron_lm
 from .megatron_lm import LENGTH, SEQUENCES, Setting, gap, gradients, run
 
 SETTING = Setting(pipe=2)
+# Since megatron-core 0.16.
+TAKES_NO_LOSS = "loss_func is None" in inspect.getsource(schedules.forward_step_calc_loss)
 
 
 class Timers:
@@ -75,7 +78,7 @@ def options() -> dict[str, Any]:
             evaluation(first_val_step=True)
             evaluation(first_val_step=False)
             other = _evaluate(function, model, _other_data, collect_non_loss_data=True)
-            outputs = _evaluate(function, model, None)
+            outputs = _evaluate(function, model, None) if TAKES_NO_LOSS else None
         run(function, SETTING, model)
         del model.set_is_first_microbatch
         found[name] = {

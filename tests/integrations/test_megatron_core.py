@@ -162,8 +162,9 @@ def test_options_act_as_in_stock(tmp_path: Path) -> None:
         assert sliced["first"] == stock["first"] == 4
         assert set(sliced["timers"]) == {"forward-backward", "forward-compute", "backward-compute"}
         assert set(sliced["timers"]) <= set(stock["timers"])
-        assert len(stock["outputs"]) == (3 if result.rank == 1 else 0)
-        assert gap(sliced["outputs"], stock["outputs"]) < 1e-12
+        if stock["outputs"] is not None:
+            assert len(stock["outputs"]) == (3 if result.rank == 1 else 0)
+            assert gap(sliced["outputs"], stock["outputs"]) < 1e-12
         assert len(sliced["other"]) == len(stock["other"])
         assert all(map(torch.equal, sliced["other"], stock["other"]))
 
