@@ -40,6 +40,7 @@ from terapipe_ds.models.gpt_layers import (
 )
 from terapipe_ds.models.megatron_core import token_slice_layer_spec
 from terapipe_ds.models.without_cuda import prepare_megatron
+from terapipe_ds.planner import Plan
 from terapipe_ds.runtime.weight_grads import Work, put_off
 
 LEARNING_RATE = 1e-4
@@ -224,7 +225,7 @@ class DeepSpeed(Competitor):
         name: for tables.
         model: what it trains.
         block: the ``"terapipe"`` block.
-        slices: for a number of micro-batches the slices; the block's own if None.
+        planned: for a number of micro-batches the plan; the block's own if None.
     """
 
     def __init__(
@@ -232,9 +233,9 @@ class DeepSpeed(Competitor):
         name: str,
         model: Model,
         block: dict[str, Any] | None = None,
-        slices: Callable[[int], tuple[int, ...]] | None = None,
+        planned: Callable[[int], Plan] | None = None,
     ) -> None:
-        self.name, self.is_ours, self._slices = name, block is not None, slices
+        self.name, self.is_ours, self._planned = name, block is not None, planned
         self._seq_length = model.data(1)[0][1][0].shape[-1]
         self._module = model.pipeline()
         self.optimizer = torch.optim.SGD(self._module.parameters(), lr=LEARNING_RATE)
@@ -254,8 +255,10 @@ class DeepSpeed(Competitor):
         if not self.is_ours:
             return "1F1B"
         block = engine.terapipe
-        if self._slices is not None:
-            block = block.model_copy(update={"slices": self._slices(micro_batches)})
+        if self._planned is not None:
+            chosen = self._planned(micro_batches)
+            cut = {"slices": tuple(chosen.scheme.groups[0].lengths), "warmup": chosen.warmup}
+            block = block.model_copy(update=cut)
             engine.terapipe = block
         return block.schedule
 
@@ -267,6 +270,10 @@ class DeepSpeed(Competitor):
             return str(list(group.lengths))
         slices = self.engine.terapipe.slices
         return str(slices if isinstance(slices, int) else list(slices))
+
+    def warmup(self) -> int:
+        """The schedule's slack in the last step."""
+        return int(self.engine._warmup(self.engine.plans))
 
     def step(self, data: Sequence[MicroBatch]) -> None:
         self.loss = float(self.engine.train_batch(iter(data)))

@@ -40,7 +40,9 @@ VOCAB = 256
 HEAD_WIDTH = 64
 # (sequences up to so many tokens, width of the layers): as wide as the time for the whole matrix
 # allows, since a step's attention grows with the square of the sequence.
-WIDTHS = ((512, 256), (2048, 128), (10**9, 64))
+WIDTHS = ((512, 768), (1024, 512), (2048, 256), (4096, 128), (10**9, 64))
+# Steps of fewer micro-batches are timed more often, so that each setting takes about as long.
+MICRO_BATCHES_A_ROUND = 4
 PROFILE_S = 15
 EMULATED_STAGES = (8, 16)
 EMULATED_MICRO_BATCHES = (2, 8, 16)
@@ -76,7 +78,13 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES, help="in tokens")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each engine")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help=f"timed steps of each engine, more with fewer than {MICRO_BATCHES_A_ROUND} "
+        "micro-batches (5)",
+    )
     parser.add_argument("--emulated", action="store_true", help="also 8 and 16 emulated stages")
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -134,9 +142,9 @@ def _real(args: argparse.Namespace) -> list[Row]:
             about = {"stages": STAGES, "seq_length": seq_length, "micro_batches": micro_batches}
             _log(f"{about}, width {hidden}")
             data = model.data(micro_batches)
+            rounds = args.rounds * max(1, MICRO_BATCHES_A_ROUND // micro_batches)
             rows += [
-                {**about, "hidden": hidden, **row}
-                for row in measure(competitors, data, args.rounds)
+                {**about, "hidden": hidden, **row} for row in measure(competitors, data, rounds)
             ]
     return rows
 
@@ -146,7 +154,7 @@ def _emulated() -> list[Row]:
     from competitors import DeepSpeed, Sleeping, peers
     from sleeping import SEQ_LENGTH, Dilation, Formula
 
-    from terapipe_ds.planner import plan
+    from terapipe_ds.planner import Plan, plan
 
     stages = torch.distributed.get_world_size()
     dilation = Dilation()
@@ -154,8 +162,8 @@ def _emulated() -> list[Row]:
     competitors = peers(model)
     for schedule in ("1f1b", "zb-h1"):
 
-        def slices(micro_batches: int, schedule: str = schedule) -> tuple[int, ...]:
-            chosen = plan(
+        def planned(micro_batches: int, schedule: str = schedule) -> Plan:
+            return plan(
                 Formula(),
                 seq_length=SEQ_LENGTH,
                 stages=stages,
@@ -163,11 +171,11 @@ def _emulated() -> list[Row]:
                 micro_batches=micro_batches,
                 objective="simulate",
                 schedule=schedule,
+                warmup="auto",
             )
-            return tuple(chosen.scheme.groups[0].lengths)
 
         block = {"slices": 1, "schedule": schedule}
-        competitors.append(DeepSpeed(f"terapipe-ds {schedule}", model, block, slices))
+        competitors.append(DeepSpeed(f"terapipe-ds {schedule}", model, block, planned))
     check(competitors, model.data(2))
     rows: list[Row] = []
     for micro_batches in EMULATED_MICRO_BATCHES:
@@ -222,7 +230,7 @@ def measure(
                 row["seconds"].append(seconds)
     for competitor, row in ready:
         if competitor.is_ours:
-            row["slices"] = competitor.slices()
+            row["slices"], row["warmup"] = competitor.slices(), competitor.warmup()
     return rows
 
 
@@ -296,10 +304,16 @@ def peer_wins(rows: Sequence[Row]) -> list[str]:
         apart = quartiles(peer)[1] < quartiles(ours)[0]
         lines.append(
             f"{stages} stages, {seq_length} tokens, {micro_batches} micro-batches: {peer['name']} "
-            f"by {1 / gain(found) - 1:.1%} over {ours['name']} in slices of {ours['slices']}"
+            f"by {1 / gain(found) - 1:.1%} over {ours['name']}{slack(ours)} in slices of "
+            f"{ours['slices']}"
             f"{'' if apart else ' (quartiles overlap)'}"
         )
     return lines
+
+
+def slack(row: Row) -> str:
+    """The slack of our schedule, where it has any."""
+    return f", warmup {row['warmup']}" if row.get("warmup") else ""
 
 
 def targets(rows: Sequence[Row]) -> dict[str, bool]:
@@ -329,7 +343,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
             spread = f"{low:.3f} - {high:.3f}"
             lines.append(
                 f"{row['name']:32}{median(row):>10.3f}{spread:>18}{median(row) / best:>11.2f}x"
-                f"  {row['runs']} {row.get('slices', '')}"
+                f"  {row['runs']}{slack(row)} {row.get('slices', '')}"
             )
     lines += ["", "Where a peer wins", *(peer_wins(rows) or ["nowhere"]), ""]
     lines += [f"{name}: {'met' if met else 'MISSED'}" for name, met in targets(rows).items()]

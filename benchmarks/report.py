@@ -219,7 +219,7 @@ def against_peers(results: dict[str, Any]) -> Lines:
             ([name, *(_cell(found[count], name) for count in counts)] for name in names),
         )
         sliced = [
-            f"{row['name']} with {count}: {_short(row['slices'])}"
+            f"{row['name']} with {count}: {_short(row['slices'])}{peers.slack(row)}"
             for count, rows in found.items()
             for row in rows
             if row["is_ours"]

@@ -32,12 +32,10 @@ _EVEN = (1, 2, 4, 8, 16, 32, 64)
 # More schemes of the solver that are scored.
 _KEPT = 6
 
-# Slack that is tried on the best schemes, for as long as it gains; and how much of the time more
-# slack has to save, since what it costs is memory.
-_WARMUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Slack that is tried on the best schemes, in slices for each hop between stages (a hop without any
+# stops all before it); and what share of the time more of it has to save, since it costs memory.
+_SLACK = (1, 2, 3, 4, 6)
 _TRIED = 4
-_GAINS = 0.001
-_FRUITLESS = 3
 _WORTH_MEMORY = 0.005
 
 
@@ -246,8 +244,8 @@ def plan(
         memory_bytes: plans that need more on any stage are dropped.
         group_sizes: how many sequences may go together; any number if None.
         least_gain: the share of the time without slices that a plan must save to be preferred.
-        warmup: the schedule's slack, see :func:`~terapipe_ds.schedule.actions`; with ``"auto"`` the
-            least that is within half a percent of the best, by simulation.
+        warmup: the schedule's slack, see :func:`~terapipe_ds.schedule.actions`; with ``"auto"`` as
+            much as saves half a percent at each step up, by simulation.
 
     Raises:
         ConfigError: if an argument is impossible, or no plan fits in memory.
@@ -277,7 +275,7 @@ def plan(
     scorer = _Scorer(cost, stages, schedule, micro_batches, objective)
     # Where two take the same time, the one with fewer slices comes first.
     candidates = sorted((scorer.score(each, fixed) for each in dict.fromkeys(schemes)), key=_rank)
-    if warmup == "auto" and objective == "simulate" and takes_turns(schedule):
+    if warmup == "auto" and objective == "simulate" and takes_turns(schedule) and stages > 1:
         candidates = sorted(_with_slack(candidates, scorer, memory_bytes), key=_rank)
     fitting = candidates if memory_bytes is None else _fitting(candidates, memory_bytes)
     best = fitting[0]
@@ -317,20 +315,15 @@ def _with_slack(
         if place >= _TRIED and candidate is not unsliced:
             yield candidate
             continue
-        found = [candidate]
-        fruitless = 0
-        for warmup in _WARMUPS:
-            more = scorer.score(candidate.scheme, warmup)
+        best = candidate
+        for each_hop in _SLACK:
+            more = scorer.score(candidate.scheme, each_hop * (scorer.stages - 1))
             if memory_bytes is not None and max(more.memory or [math.inf]) > memory_bytes:
                 break
-            gains = more.latency_ms < (1 - _GAINS) * min(each.latency_ms for each in found)
-            fruitless = 0 if gains else fruitless + 1
-            found.append(more)
-            # Slack is shared by the hops between stages: the next one may need a bit more.
-            if fruitless == _FRUITLESS:
+            if more.latency_ms > (1 - _WORTH_MEMORY) * best.latency_ms:
                 break
-        best = min(each.latency_ms for each in found)
-        yield next(each for each in found if each.latency_ms <= (1 + _WORTH_MEMORY) * best)
+            best = more
+        yield best
 
 
 def predict(
@@ -402,7 +395,7 @@ class _Scorer:
     def __init__(
         self, cost: Cost, stages: int, schedule: str, micro_batches: int, objective: Objective
     ) -> None:
-        self.cost, self.objective = cost, objective
+        self.cost, self.stages, self.objective = cost, stages, objective
         self.step: dict[str, Any] = {
             "stages": stages,
             "schedule": schedule,
@@ -417,7 +410,7 @@ class _Scorer:
             timeline = predict(self.cost, scheme, **self.step, warmup=warmup)
             return Candidate(scheme, timeline.makespan_ms, timeline.bubble, memory, warmup)
         latency = paper_latency(
-            self.cost, scheme, self.step["stages"], micro_batches=self.step["micro_batches"]
+            self.cost, scheme, self.stages, micro_batches=self.step["micro_batches"]
         )
         return Candidate(scheme, latency, None, memory, warmup)
 
