@@ -22,6 +22,7 @@ from deepspeed.checkpoint import (
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
 from deepspeed.pipe import PipelineModule
+from megatron.core.transformer.mlp import MLP
 from torch import nn
 
 _TIED = r"tied_modules\."
@@ -40,7 +41,7 @@ def describe_parameters(module: PipelineModule) -> None:
 
     Args:
         module: this rank's stage, with the marks that megatron-core's layers put on parameters
-            (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``).
+            (``tensor_model_parallel``, ``partition_dim``).
     """
     grid = module.mpu()
     stages: list[dict[str, set[str]]] = [{}] * grid.get_pipe_parallel_world_size()
@@ -67,12 +68,25 @@ def _patterns(module: nn.Module) -> dict[str, set[str]]:
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str, str]]:
+    gated = _gated(module)
     for name, parameter in module.named_parameters():
         if not getattr(parameter, "tensor_model_parallel", False):
             yield TP_REPLICATED_PARAMETER_PATTERNS, name
         elif parameter.partition_dim == 1:
             yield PARAMETER_WITH_ROW_PARALLELISM_PATTERNS, name
-        elif parameter.partition_stride == 2:
-            # A gated MLP's: each rank holds its rows of the gate above those of the values.
+        elif parameter in gated:
             yield PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0, name
         # All others are joined along their first dimension, which needs no pattern.
+
+
+def _gated(module: nn.Module) -> set[nn.Parameter]:
+    """Those of which each rank holds its rows of a gate above its rows of the values.
+
+    megatron-core marks them by ``partition_stride`` since 0.16.
+    """
+    return {
+        parameter
+        for mlp in module.modules()
+        if isinstance(mlp, MLP) and mlp.config.gated_linear_unit
+        for parameter in mlp.linear_fc1.parameters()
+    }

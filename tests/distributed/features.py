@@ -163,7 +163,9 @@ def one_rank(kind: str, sequence_parallel: bool) -> dict[str, Tensor]:
     """Gradients that all tensor-parallel ranks keep whole."""
     initialize_distributed()
     ranks = torch.distributed.get_world_size()
-    config = {"experts": {**ALL_BALANCED, "moe_layer_freq": [1, 0]}, "latent": LATENT}[kind]
+    # Gated layers start from other weights on two ranks than on one in megatron-core 0.15.
+    plain = {"gated_linear_unit": False, "moe_layer_freq": [1, 0]}
+    config = {"experts": {**ALL_BALANCED, **plain}, "latent": LATENT}[kind]
     made = (MLATransformerConfig if kind == "latent" else TransformerConfig)(
         num_layers=2,
         hidden_size=cases.HIDDEN,

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from . import lengths
 from .ranks import run_ranks
@@ -33,9 +34,13 @@ TOLD = {
 
 
 def test_curricula_that_cannot_work_are_one_line_on_every_rank(folder: Path) -> None:
+    told = dict(TOLD)
+    if hasattr(DeepSpeedEngine, "curriculum_enabled_legacy"):
+        # Before DeepSpeed 0.19.8 it is the script that cuts sequences, to which slices fit.
+        del told["legacy"]
     for result in run_ranks(lengths.refused_curricula, 2, folder, str(folder), timeout=40):
-        assert result.value.keys() == TOLD.keys()
-        for kind, pattern in TOLD.items():
+        assert result.value.keys() == told.keys()
+        for kind, pattern in told.items():
             assert re.search(pattern, result.value[kind]), f"rank {result.rank}: {result.value}"
 
 

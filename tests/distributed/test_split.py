@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from terapipe_ds.runtime.deepspeed_seams import recomputes_on_a_stream
+
 from . import split
 from .ranks import run_ranks
 
@@ -40,6 +42,8 @@ ZERO_1 = {
 def test_zb_h1_equals_1f1b(
     world: int, build: dict[str, Any], extra: dict[str, Any], folder: Path
 ) -> None:
+    if "pipeline" in extra and recomputes_on_a_stream():
+        pytest.skip("this DeepSpeed fails at it on a CPU, stock too")
     run_ranks(split.gpt_as_fused, world, folder, build, extra)
 
 

@@ -19,6 +19,7 @@ from terapipe_ds.files import CACHE_VARIABLE
 from terapipe_ds.integrations import deepspeed_script, legacy_attention, megatron_deepspeed
 from terapipe_ds.runtime import kv_context
 from terapipe_ds.runtime.adapter import ATTRIBUTE, SequenceAdapter, TensorDims
+from terapipe_ds.runtime.deepspeed_seams import recomputes_on_a_stream
 
 from .standin import train
 from .standin.legacy import attention, model, state
@@ -72,6 +73,8 @@ def variants(folder: Path) -> dict[str, tuple[Any, Any]]:
     return {
         name: (run_script(stock, *arguments), run_script(sliced, *arguments))
         for name, arguments in VARIANTS.items()
+        # At which some releases fail on a CPU, stock too.
+        if name != "full recompute" or not recomputes_on_a_stream()
     }
 
 
