@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def launch(
@@ -49,6 +51,29 @@ def launch(
     if quiet and ended.returncode:
         sys.stderr.buffer.write(ended.stdout[-20_000:])
     return ended.returncode
+
+
+def result_of(
+    script: str, ranks: int, out: Path, *more: str, quiet: bool = False, **environment: str
+) -> Any:
+    """Runs this program again on ranks, which write their result; ends the program if they fail.
+
+    Args:
+        script: the benchmark's file.
+        ranks: how many.
+        out: the JSON file that rank 0 is told to write, by ``--out``.
+        more: arguments after this program's own.
+        quiet: whether ranks' output is shown only if one fails.
+        environment: more variables for them.
+
+    Returns:
+        What the file holds.
+    """
+    arguments = [*sys.argv[1:], f"--out={out}", *more]
+    code = launch(script, ranks, arguments=arguments, quiet=quiet, **environment)
+    if code:
+        sys.exit(code)
+    return json.loads(out.read_text())
 
 
 def start_on_one_device(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from about import write_results
-from launching import launch, pin_to_core
+from launching import pin_to_core, result_of
 
 Row = dict[str, Any]
 
@@ -64,10 +64,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        rows = _launch(STAGES, out, folder)
+        # A cache of its own: "auto" measures the costs anew.
+        rows = result_of(__file__, STAGES, out, TERAPIPE_CACHE=folder)
         if args.emulated:
             for stages in EMULATED_STAGES:
-                rows += _launch(stages, out, folder, "--sleeping")
+                rows += result_of(__file__, stages, out, "--sleeping", TERAPIPE_CACHE=folder)
     for line in summary(rows):
         print(line)
     if args.json is not None:
@@ -91,15 +92,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sleeping", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     return parser.parse_args()
-
-
-def _launch(stages: int, out: Path, cache: str, *more: str) -> list[Row]:
-    # A cache of its own: "auto" measures the costs anew.
-    arguments = [*sys.argv[1:], f"--out={out}", *more]
-    code = launch(__file__, stages, arguments=arguments, TERAPIPE_CACHE=cache)
-    if code:
-        sys.exit(code)
-    return json.loads(out.read_text())
 
 
 # Ranks

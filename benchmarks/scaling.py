@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from about import GIB, write_results
-from launching import launch, pin_to_core
+from launching import pin_to_core, result_of
 
 HIDDEN = 64
 LAYERS = 2
@@ -92,9 +91,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "points.json"
-        series = _launch(RANKS, out) if set(args.only) - {"stages"} else {}
+        series = result_of(__file__, RANKS, out) if set(args.only) - {"stages"} else {}
         if "stages" in args.only:
-            series["stages"] = [_launch(stages, out, "--sleeping") for stages in STAGES]
+            series["stages"] = [
+                result_of(__file__, stages, out, "--sleeping", quiet=True) for stages in STAGES
+            ]
     growths = [asdict(growth) for growth in grown(series)]
     for line in summary(series, growths):
         print(line)
@@ -110,15 +111,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sleeping", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     return parser.parse_args()
-
-
-def _launch(ranks: int, out: Path, *more: str) -> Any:
-    code = launch(
-        __file__, ranks, arguments=[*sys.argv[1:], f"--out={out}", *more], quiet=bool(more)
-    )
-    if code:
-        sys.exit(code)
-    return json.loads(out.read_text())
 
 
 # Ranks

@@ -24,7 +24,7 @@ class Range(NamedTuple):
 
 
 TESTED = {
-    "torch": Range("2.13.0", "2.13.0"),
+    "torch": Range("2.9.1", "2.15.0"),
     "deepspeed": Range("0.19.4", "0.19.8"),
     "megatron-core": Range("0.15.3", "0.16.1"),
 }
