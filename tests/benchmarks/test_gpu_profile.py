@@ -30,10 +30,12 @@ PLANS = [
 SMALL = ["--small", "--device", "cpu", "--minutes", "0.05"]
 # Runs a script as if these packages were not installed.
 BLOCKED = """
-import runpy, sys
+import os, runpy, sys
 for name in ("deepspeed", "megatron", "pydantic"):
     sys.modules[name] = None
 sys.argv = sys.argv[1:]
+# Where `python SCRIPT` looks for the modules beside it; runpy does not.
+sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -60,6 +62,13 @@ def gpu_profile(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The script as a module."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("gpu_profile")
+
+
+@pytest.fixture
+def gpu_plans(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What makes its plans, as a module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("gpu_plans")
 
 
 def result_of(folder: Path) -> dict[str, Any]:
@@ -240,11 +249,11 @@ def test_without_time_nothing_is_called_right(gpu_profile: Any) -> None:
     assert not found["ok"]
 
 
-def test_costs_of_more_layers(gpu_profile: Any) -> None:
+def test_costs_of_more_layers(gpu_plans: Any) -> None:
     fit = Fit("joint", (8.0, 64.0), (1.0, 3.0), (0.5, 0.01), (0.0, 64.0), (0.1, 0.2), 0.5, 4.0)
     memory = StageMemory(1.0, 2.0, 3.0, 4.0, 5.0)
     one = CostModel((StageCost("one", fit, fit, memory=memory),), 128, about={"layers": 1})
-    two = gpu_profile.of_layers(one, 2)
+    two = gpu_plans.of_layers(one, 2)
     # The first lies below the least time.
     for length, context in ((8, 0), (8, 16), (64, 64), (100, 28)):
         assert two.time(length, context) == pytest.approx(2 * one.time(length, context))
