@@ -49,11 +49,17 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def in_use() -> dict[str, str]:
-    """The version of each package that this process has imported."""
+    """The version of each package that this process has imported.
+
+    Megatron-DeepSpeed has a ``megatron.core`` of its own, which tells none and is not meant.
+    """
+    imported = {
+        name: sys.modules[module] for name, module in MODULES.items() if module in sys.modules
+    }
     return {
-        name: str(sys.modules[module].__version__)
-        for name, module in MODULES.items()
-        if module in sys.modules
+        name: str(module.__version__)
+        for name, module in imported.items()
+        if hasattr(module, "__version__")
     }
 
 

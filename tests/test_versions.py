@@ -66,6 +66,15 @@ def in_use(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
         monkeypatch.setitem(versions.sys.modules, module.__name__, module)
 
 
+def test_another_package_of_that_name_is_not_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron-DeepSpeed's own ``megatron.core``."""
+    in_use(monkeypatch, torch="99.0")
+    assert versions.in_use() == {"torch": "99.0"}
+    del versions.sys.modules["as_if_torch"].__version__
+    assert versions.in_use() == {}
+    assert versions.warning(versions.in_use()) is None
+
+
 def test_untested_versions_are_warned_of_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     in_use(monkeypatch, torch=TESTED["torch"].newest, deepspeed="99.1.2")
     with pytest.warns(UserWarning) as caught:
