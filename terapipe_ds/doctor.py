@@ -116,7 +116,8 @@ def _of_the_installation(case: Case) -> Iterator[Finding]:
     broken = {name for name, library in found.items() if library.error is not None}
     for name, library in found.items():
         # These stand on torch and DeepSpeed, whatever else they ask about.
-        asks = name in libraries.SEAMS and not broken & {"torch", "deepspeed", name}
+        known = library.version != libraries.UNKNOWN
+        asks = known and name in libraries.SEAMS and not broken & {"torch", "deepspeed", name}
         yield from libraries.check_library(library, libraries.moved_names(name) if asks else None)
     if "deepspeed" in broken:
         yield note("device", "not known without DeepSpeed")

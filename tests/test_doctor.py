@@ -80,6 +80,15 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
     assert library.error is not None and library.error.startswith("ModuleNotFoundError: ")
 
 
+def test_another_package_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron-DeepSpeed's own ``megatron.core``, which tells no version."""
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    library = libraries.load("megatron-core")
+    assert "comes first on the path" in said(libraries.check_library(library), "note")
+    found = [each for each in doctor.examine(doctor.Case()) if each.check == "megatron-core"]
+    assert [each.status for each in found] == ["note"]
+
+
 def test_names_that_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert libraries.moved_names("deepspeed") is None
     from deepspeed.runtime.pipe.engine import PipelineEngine

@@ -25,6 +25,10 @@ SEAMS = {
 }
 
 
+UNKNOWN = "unknown"
+"""The version of another package of that name that comes first on the path."""
+
+
 class Library(NamedTuple):
     """A package, as it is here.
 
@@ -58,7 +62,7 @@ def load(name: str) -> Library:
             return Library(name, version(name), one_line(error))
         except PackageNotFoundError:
             return Library(name, None, one_line(error))
-    return Library(name, str(module.__version__), None)
+    return Library(name, str(getattr(module, "__version__", UNKNOWN)), None)
 
 
 def moved_names(name: str) -> str | None:
@@ -119,6 +123,14 @@ def check_library(library: Library, moved: str | None = None) -> list[Finding]:
                 f"{tested}; install it again",
             )
         ]
+    if library.version == UNKNOWN:
+        return [
+            note(
+                name,
+                f"another package of this name comes first on the path, tested is {tested}; with "
+                "Megatron-DeepSpeed's own that is right",
+            )
+        ]
     found = [] if moved is None else [refused(name, moved)]
     if outside(library.version, tested):
         found.append(note(name, f"{library.version}, tested is {tested}: compare with TERAPIPE=0"))
@@ -164,6 +176,7 @@ def _quietly() -> Iterator[None]:
 
 __all__ = [
     "SEAMS",
+    "UNKNOWN",
     "Device",
     "Library",
     "check_device",
