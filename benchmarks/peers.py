@@ -1,6 +1,6 @@
 """This project against other pipeline engines: the same model, data and optimizer, in one run.
 
-    python benchmarks/peers.py [--sequences 512 1024 ...] [--micro-batches 1 2 ...] [--rounds 5]
+    python benchmarks/peers.py [--sequences 512 1024 ...] [--micro-batches 1 2 ...] [--rounds 6]
                                [--emulated] [--json FILE]
 
 Two pipeline ranks, one core and one thread each, in one process group: stock DeepSpeed,
@@ -42,7 +42,7 @@ HEAD_WIDTH = 64
 # allows, since a step's attention grows with the square of the sequence.
 WIDTHS = ((512, 768), (1024, 512), (2048, 256), (4096, 128), (10**9, 64))
 # Steps of fewer micro-batches are timed more often, so that each setting takes about as long.
-MICRO_BATCHES_A_ROUND = 4
+MICRO_BATCHES_A_ROUND = 2
 PROFILE_S = 15
 EMULATED_STAGES = (8, 16)
 EMULATED_MICRO_BATCHES = (2, 8, 16)
@@ -82,9 +82,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=5,
+        default=6,
         help=f"timed steps of each engine, more with fewer than {MICRO_BATCHES_A_ROUND} "
-        "micro-batches (5)",
+        "micro-batches (6)",
     )
     parser.add_argument("--emulated", action="store_true", help="also 8 and 16 emulated stages")
     parser.add_argument("--json", type=Path, help="where to write the result")
