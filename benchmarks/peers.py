@@ -43,7 +43,7 @@ HEAD_WIDTH = 64
 WIDTHS = ((512, 768), (1024, 512), (2048, 256), (4096, 128), (10**9, 64))
 # Steps of fewer micro-batches are timed more often, so that each setting takes about as long.
 MICRO_BATCHES_A_ROUND = 2
-PROFILE_S = 15
+PROFILE_S = 40
 EMULATED_STAGES = (8, 16)
 EMULATED_MICRO_BATCHES = (2, 8, 16)
 EMULATED_ROUNDS = 3
