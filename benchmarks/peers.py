@@ -1,6 +1,6 @@
 """This project against other pipeline engines: the same model, data and optimizer, in one run.
 
-    python benchmarks/peers.py [--sequences 512 1024 ...] [--micro-batches 1 2 ...] [--rounds 6]
+    python benchmarks/peers.py [--sequences 512 1024 ...] [--micro-batches 1 2 ...] [--rounds 8]
                                [--emulated] [--json FILE]
 
 Two pipeline ranks, one core and one thread each, in one process group: stock DeepSpeed,
@@ -40,10 +40,11 @@ VOCAB = 256
 HEAD_WIDTH = 64
 # (sequences up to so many tokens, width of the layers): as wide as the time for the whole matrix
 # allows, since a step's attention grows with the square of the sequence.
-WIDTHS = ((512, 768), (1024, 512), (2048, 256), (4096, 128), (10**9, 64))
-# Steps of fewer micro-batches are timed more often, so that each setting takes about as long.
-MICRO_BATCHES_A_ROUND = 2
-PROFILE_S = 40
+WIDTHS = ((512, 384), (1024, 256), (2048, 128), (10**9, 64))
+# Short steps are timed more often, up to so many times, so that each setting takes about as long:
+# on a shared machine one and the same matrix product takes a quarter longer now and then.
+MORE_ROUNDS = 4
+PROFILE_S = 30
 EMULATED_STAGES = (8, 16)
 EMULATED_MICRO_BATCHES = (2, 8, 16)
 EMULATED_ROUNDS = 3
@@ -82,9 +83,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=6,
-        help=f"timed steps of each engine, more with fewer than {MICRO_BATCHES_A_ROUND} "
-        "micro-batches (6)",
+        default=8,
+        help=f"timed steps of each engine with {max(MICRO_BATCHES)} micro-batches, up to "
+        f"{MORE_ROUNDS} times as many with fewer (8)",
     )
     parser.add_argument("--emulated", action="store_true", help="also 8 and 16 emulated stages")
     parser.add_argument("--json", type=Path, help="where to write the result")
@@ -134,10 +135,12 @@ def _real(args: argparse.Namespace) -> list[Row]:
             about = {"stages": STAGES, "seq_length": seq_length, "micro_batches": micro_batches}
             _log(f"{about}, width {hidden}")
             data = model.data(micro_batches)
-            rounds = args.rounds * max(1, MICRO_BATCHES_A_ROUND // micro_batches)
-            rows += [
-                {**about, "hidden": hidden, **row} for row in measure(competitors, data, rounds)
-            ]
+            more = min(MORE_ROUNDS, max(1, max(MICRO_BATCHES) // micro_batches))
+            measured = measure(competitors, data, args.rounds * more)
+            found = [{**about, "hidden": hidden, **row} for row in measured]
+            for line in tables(found):
+                _log(line)
+            rows += found
     return rows
 
 
@@ -325,6 +328,13 @@ def targets(rows: Sequence[Row]) -> dict[str, bool]:
 
 def summary(rows: Sequence[Row]) -> list[str]:
     """Tables, where peers win, and targets."""
+    lines = [*tables(rows), "", "Where a peer wins", *(peer_wins(rows) or ["nowhere"]), ""]
+    lines += [f"{name}: {'met' if met else 'MISSED'}" for name, met in targets(rows).items()]
+    return lines
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """A table for each setting."""
     lines: list[str] = []
     for (stages, seq_length, micro_batches), found in by_setting(rows).items():
         best = min(map(median, found))
@@ -337,8 +347,6 @@ def summary(rows: Sequence[Row]) -> list[str]:
                 f"{row['name']:32}{median(row):>10.3f}{spread:>18}{median(row) / best:>11.2f}x"
                 f"  {row['runs']}{slack(row)} {row.get('slices', '')}"
             )
-    lines += ["", "Where a peer wins", *(peer_wins(rows) or ["nowhere"]), ""]
-    lines += [f"{name}: {'met' if met else 'MISSED'}" for name, met in targets(rows).items()]
     return lines
 
 

@@ -147,4 +147,4 @@ def test_summary_leaves_out_what_did_not_run(peers: Any) -> None:
 
 
 def test_widths(peers: Any) -> None:
-    assert [peers.width(length) for length in (512, 513, 2048, 8192)] == [768, 512, 256, 64]
+    assert [peers.width(length) for length in (512, 513, 2048, 8192)] == [384, 256, 128, 64]
