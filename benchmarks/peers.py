@@ -113,6 +113,7 @@ def _rank(args: argparse.Namespace) -> None:
 
 
 def _real(args: argparse.Namespace) -> list[Row]:
+    import torch
     from competitors import GPT, DeepSpeed, peers
 
     rows: list[Row] = []
@@ -141,6 +142,9 @@ def _real(args: argparse.Namespace) -> list[Row]:
             for line in tables(found):
                 _log(line)
             rows += found
+            if args.json is not None and torch.distributed.get_rank() == 0:
+                # All of them take an hour: what there is outlives an interruption.
+                write_results(args.json, {"rows": rows})
     return rows
 
 
