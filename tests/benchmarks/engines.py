@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from terapipe_ds import SliceScheme
+from terapipe_ds.planner import Plan, plan
 from terapipe_ds.runtime import kv_context
 from tests.distributed.workers import initialize_distributed
 
@@ -32,7 +34,7 @@ def compare() -> dict[str, Any]:
     from competitors import GPT, DeepSpeed, Sleeping, Torch, differences, peers
     from held import held_bytes
     from peers import measure
-    from sleeping import Dilation
+    from sleeping import Dilation, Formula
 
     initialize_distributed()
     model = GPT(hidden=HIDDEN, heads=2, layers=LAYERS, vocab=64, seq_length=TOKENS)
@@ -49,7 +51,12 @@ def compare() -> dict[str, Any]:
             added.append(engine._owed)
     found: dict[str, Any] = {count: differences(engines, model.data(count)) for count in (1, 2, 5)}
     found["put off"] = [owed.added for owed in added]
-    slept = [*peers(sleeping), DeepSpeed("ours", sleeping, block, lambda count: (40, 8 * count, 8))]
+
+    def planned(count: int) -> Plan:
+        whole = plan(Formula(), seq_length=TOKENS, stages=2, sequences=1, micro_batches=count)
+        return replace(whole, scheme=SliceScheme([(1, [40, 8 * count, 8])]), warmup=1)
+
+    slept = [*peers(sleeping), DeepSpeed("ours", sleeping, block, planned)]
     found["sleeping"] = differences(slept, sleeping.data(2))
     found["rows"] = measure(engines, model.data(5), 2)
     found["one micro-batch"] = measure(engines, model.data(1), 1, warm_up=False)
