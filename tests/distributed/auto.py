@@ -20,6 +20,7 @@ from terapipe_ds.planner import Plan, planning
 from terapipe_ds.runtime import auto as auto_plans
 from terapipe_ds.runtime import cost_cache, profiler
 from terapipe_ds.runtime.profiler import run_chain
+from terapipe_ds.runtime.recorder import recorded
 
 from . import cases, toy
 from .behaviour import assert_same, assert_same_gradients, small_gpt
@@ -342,3 +343,15 @@ def two_pipelines(cache: Path) -> str:
     engine.train_batch(iter(batches(1, length=(36, 48)[replica])))
     assert set(engine.plans) == {(2, 48), (2, 36)}
     return str({shape: str(plan.scheme) for shape, plan in engine.plans.items()})
+
+
+def run_with_slack() -> list[list[str]]:
+    """What this stage ran in a step: without slack, and with one more slice."""
+    initialize_distributed()
+    ran = []
+    for warmup in (0, 1):
+        engine = engine_of(small_gpt(), 2, {"slices": 2, "warmup": warmup, "timeout_s": 60})
+        with recorded(engine) as spans:
+            engine.train_batch(iter(batches(2)))
+        ran.append([f"{s.what}{s.micro_batch}.{s.slice}" for s in spans if s.what in ("F", "B")])
+    return ran

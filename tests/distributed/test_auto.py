@@ -70,3 +70,11 @@ def test_a_checkpoint_keeps_the_plan(folder: Path) -> None:
 def test_pipelines_with_different_shapes_plan_together(folder: Path) -> None:
     results = run_ranks(auto.two_pipelines, 4, folder, folder / "cache")
     assert len({result.value for result in results}) == 1
+
+
+def test_the_engine_runs_with_the_slack_that_is_given(folder: Path) -> None:
+    first, last = run_ranks(auto.run_with_slack, 2, folder, timeout=60)
+    tight, slack = first.value
+    assert " ".join(tight) == "F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0"
+    assert " ".join(slack) == "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0"
+    assert last.value[0] == last.value[1]
