@@ -10,6 +10,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel import schedules
 
+from terapipe_ds.integrations import megatron_step
 from terapipe_ds.integrations.megatron_core import forward_backward_func
 from tests.conftest import SEED
 
@@ -137,3 +138,26 @@ def dropout() -> dict[str, float]:
         "other seed": gap(grads(SEED + 1), first),
         "recomputed": gap(grads(SEED, recompute_granularity="full", **recompute), first),
     }
+
+
+def slack() -> tuple[list[int], float]:
+    """The slack that training and evaluation asked their order for, and how gradients differ."""
+    megatron_lm.prepare_stock()
+    megatron_lm.initialize(SETTING)
+    asked: list[int] = []
+    stock_actions = megatron_step.actions
+
+    def noted(*args: Any, warmup: int) -> Any:
+        asked.append(warmup)
+        return stock_actions(*args, warmup=warmup)
+
+    megatron_step.actions = noted
+    found = []
+    for warmup in (0, 2):
+        model = megatron_lm.model_of(SETTING)
+        run(forward_backward_func({**SETTING.block, "warmup": warmup}), SETTING, model)
+        found.append(gradients(model))
+    with torch.no_grad():
+        function = forward_backward_func({**SETTING.block, "warmup": 2})
+        run(function, SETTING, model, forward_only=True)
+    return asked, gap(found[1], found[0])

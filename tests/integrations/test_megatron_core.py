@@ -174,3 +174,10 @@ def test_dropout_repeats_and_is_recomputed(tmp_path: Path) -> None:
     (result,) = run_ranks(megatron_lm_options.dropout, 1, tmp_path)
     assert result.value["again"] == result.value["recomputed"] == 0.0
     assert result.value["other seed"] > 0.1
+
+
+def test_slack_is_run(tmp_path: Path) -> None:
+    for result in run_ranks(megatron_lm_options.slack, 2, tmp_path):
+        asked, difference = result.value
+        assert asked == [0, 2, 0], "evaluation has no use for any"
+        assert difference < 1e-12
