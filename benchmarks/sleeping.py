@@ -15,7 +15,7 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.runtime.kv_context import get_current_slice
-from terapipe_ds.runtime.weight_grads import accumulate, owe
+from terapipe_ds.runtime.weight_grads import JointWork, accumulate, owe
 
 SEQ_LENGTH = 2048
 WIDTH = 4
@@ -24,9 +24,11 @@ WIDTH = 4
 class Formula:
     """ms of a slice on one stage, forward and backward; close to the paper's GPT3-175B."""
 
+    fixed_ms = 6.4
+
     def time(self, length: Any, context: Any, sequences: Any = 1) -> Any:
         """As ``CostModel.time``."""
-        return 6.4 + 0.047 * length + 6e-7 * length * (context + length / 2)
+        return self.fixed_ms + 0.047 * length + 6e-7 * length * (context + length / 2)
 
 
 class Dilation:
@@ -44,9 +46,11 @@ class _Sleep(torch.autograd.Function):
     """Scales by a weight; sleeps for a third of the time in each product."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dilation: Dilation, ms: float) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, dilation: Dilation, ms: float, fixed_ms: float
+    ) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.weight, ctx.dilation, ctx.ms = weight, dilation, ms / 3
+        ctx.weight, ctx.dilation, ctx.ms, ctx.fixed_ms = weight, dilation, ms / 3, fixed_ms / 3
         dilation.sleep(ctx.ms)
         return hidden * weight
 
@@ -57,13 +61,35 @@ class _Sleep(torch.autograd.Function):
         dilation.sleep(ms)
         grad_hidden = grad * weight
 
-        def weight_gradient() -> Tensor:
-            dilation.sleep(ms)
-            return (grad * hidden).sum((0, 1))
+        nap = _Nap(weight, dilation, ms, ctx.fixed_ms, (grad * hidden).sum((0, 1)))
+        if owe(nap):
+            return grad_hidden, None, None, None, None
+        return grad_hidden, nap.gradient([nap]), None, None, None
 
-        if owe(lambda: accumulate(weight, weight_gradient())):
-            return grad_hidden, None, None, None
-        return grad_hidden, weight_gradient(), None, None
+
+class _Nap(JointWork):
+    """Sleeps for a slice's weight gradient, in place of computing it.
+
+    Args:
+        weight: whose gradient it is.
+        dilation: of the layer.
+        ms: for how long.
+        fixed_ms: what of it is no longer for several slices at once.
+        found: the gradient.
+    """
+
+    def __init__(
+        self, weight: Tensor, dilation: Dilation, ms: float, fixed_ms: float, found: Tensor
+    ) -> None:
+        super().__init__(weight)
+        self._dilation, self._ms, self._fixed_ms, self._found = dilation, ms, fixed_ms, found
+
+    def do(self, works: list[_Nap]) -> None:
+        accumulate(self.weight, lambda: self.gradient(works))
+
+    def gradient(self, works: list[_Nap]) -> Tensor:
+        self._dilation.sleep(sum(nap._ms for nap in works) - (len(works) - 1) * self._fixed_ms)
+        return torch.stack([nap._found for nap in works]).sum(0)
 
 
 class SleepingLayer(torch.nn.Module):
@@ -84,7 +110,8 @@ class SleepingLayer(torch.nn.Module):
         current = get_current_slice()
         context = 0 if current is None else current.tokens.start
         ms = self.share * Formula().time(hidden.shape[1], context)
-        return _Sleep.apply(hidden, self.weight, self.dilation, ms)
+        fixed_ms = self.share * Formula.fixed_ms
+        return _Sleep.apply(hidden, self.weight, self.dilation, ms, fixed_ms)
 
 
 def sleeping_pipeline(dilation: Dilation, *, layers_per_stage: int = 1) -> PipelineModule:

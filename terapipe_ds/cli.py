@@ -23,7 +23,8 @@ from .files import write_text
 from .planner.cost import CostModel, Transfer
 from .planner.inject import inject
 from .planner.memory import GIB
-from .planner.planning import OBJECTIVES, Candidate, Plan, paper_latency, plan, predict
+from .planner.planning import OBJECTIVES, Candidate, Plan, paper_latency, plan
+from .planner.prediction import predict
 from .schedule.simulator import Timeline
 from .schedule.trace import MeasuredTimeline, write_chrome_trace, write_picture
 from .scheme import SliceScheme

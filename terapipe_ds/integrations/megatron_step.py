@@ -21,8 +21,8 @@ from ..runtime.kv_context import current_slice
 from ..runtime.loss import check_loss_fits
 from ..runtime.step import GroupState
 from ..runtime.watchdog import Wait
-from ..runtime.weight_grads import put_off
-from ..schedule.order import Action, actions
+from ..runtime.weight_grads import Work, put_off, settle
+from ..schedule.order import Action, actions, joins_next
 from ..scheme import SliceScheme, SlicesSetting
 from .megatron_loss import JoinedLoss
 from .megatron_neighbours import Neighbours, boundary_of
@@ -87,6 +87,7 @@ class Step:
         self._recorded: dict[int, Recorded] = {}
         self._groups: list[GroupState] = []
         self._losses: dict[int, JoinedLoss] = {}
+        self._due: list[list[Work]] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=neighbours.device)
         """Valid tokens so far, as the loss functions count them."""
 
@@ -114,11 +115,11 @@ class Step:
             [self._slot(action) for action in order if action.kind == "F"],
             [self._slot(action) for action in backwards],
         )
-        for action in order:
+        for action, joins in zip(order, joins_next(order), strict=True):
             if action.kind == "F":
                 self._forward(action)
             elif action.kind == "W":
-                self._weights(action)
+                self._weights(action, joins=joins)
             else:
                 if action is backwards[-1]:
                     self._sync.before_last_backward()
@@ -131,6 +132,7 @@ class Step:
             group.release()
         self._losses.clear()
         self._recorded.clear()
+        self._due.clear()
 
     def _shapes(self) -> list[BatchShape]:
         """Of every micro-batch; where lengths vary, all are recorded first, and compared."""
@@ -290,9 +292,11 @@ class Step:
         else:
             torch.autograd.backward(root, grad)
 
-    def _weights(self, action: Action) -> None:
-        for work in self._groups[action.micro_batch].owed.pop(action.slice):
-            work()
+    def _weights(self, action: Action, *, joins: bool) -> None:
+        """A slice's weight gradients, or leaves them to the next action."""
+        self._due.append(self._groups[action.micro_batch].owed.pop(action.slice))
+        if not joins:
+            settle(self._due)
 
     def _scale(self, loss: Tensor) -> Tensor:
         scale = self._call.config.grad_scale_func

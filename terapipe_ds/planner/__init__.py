@@ -4,7 +4,8 @@ from .cost import CostModel, Fit, Sample, StageCost, Transfer
 from .dp import Optimum, solve
 from .fit import fit_stage
 from .memory import StageMemory
-from .planning import Candidate, Plan, paper_latency, peak_memory, plan, predict
+from .planning import Candidate, Plan, paper_latency, plan
+from .prediction import peak_memory, predict
 
 __all__ = [
     "Candidate",

@@ -10,16 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from ..errors import ConfigError
 from ..files import write_text
-from ..schedule.order import Kind, Order, actions, check_warmup, splits_backward, takes_turns
-from ..schedule.simulator import Timeline, simulate_order
-from ..scheme import Group, SliceScheme
+from ..schedule.order import check_warmup, takes_turns
+from ..scheme import SliceScheme
 from .cost import CostModel
 from .dp import Cost, solve
 from .memory import GIB
+from .prediction import knows_memory, peak_memory, predict
 
 Objective = Literal["paper", "simulate"]
 OBJECTIVES = ("paper", "simulate")
@@ -255,7 +253,7 @@ def plan(
     check_warmup(schedule, fixed)
     if isinstance(cost, CostModel):
         cost.check_covers(seq_length)
-    if memory_bytes is not None and not _knows_memory(cost, stages):
+    if memory_bytes is not None and not knows_memory(cost, stages):
         raise ConfigError(
             "plan: found a memory limit for costs that do not say what a stage holds, allowed is a "
             "cost file with memory; drop --memory, or profile with 'terapipe profile'"
@@ -326,71 +324,6 @@ def _with_slack(
         yield best
 
 
-def predict(
-    cost: Cost,
-    scheme: SliceScheme,
-    *,
-    stages: int,
-    schedule: str,
-    micro_batches: int = 1,
-    warmup: int = 0,
-) -> Timeline:
-    """Simulates a step of a scheme with each stage's own costs.
-
-    Args:
-        cost: as for :func:`plan`.
-        scheme: the groups of a micro-batch.
-        stages: the number of pipeline stages.
-        schedule: its name.
-        micro_batches: how often the scheme is repeated.
-        warmup: the schedule's slack.
-    """
-    groups = scheme.groups * micro_batches
-    order = _order(schedule, stages, groups, warmup)
-    split = splits_backward(schedule)
-    times = [_group_times(cost, stage, stages, scheme, split) for stage in range(stages)]
-
-    kinds: dict[Kind, int] = {"F": 0, "B": 1, "W": 2}
-
-    def duration(stage: int, kind: Kind, micro_batch: int, index: int) -> float:
-        return times[stage][groups[micro_batch]][kinds[kind]][index]
-
-    if not isinstance(cost, CostModel):
-        return simulate_order(order, duration)
-
-    def transfer(stage: int, kind: Kind, micro_batch: int, index: int) -> float:
-        group = groups[micro_batch]
-        return cost.transfer.occupied_ms(group.sequences * group.lengths[index])
-
-    return simulate_order(order, duration, transfer=transfer, latency_ms=cost.transfer.latency_ms)
-
-
-def peak_memory(
-    cost: CostModel,
-    scheme: SliceScheme,
-    *,
-    stages: int,
-    schedule: str,
-    micro_batches: int = 1,
-    warmup: int = 0,
-) -> list[float] | None:
-    """For each stage the most bytes at any time of a step; None if the costs do not know."""
-    if not _knows_memory(cost, stages):
-        return None
-    groups = scheme.groups * micro_batches
-    peaks = []
-    for stage, row in enumerate(_order(schedule, stages, groups, warmup)):
-        memory = cost.stage(stage, stages).memory
-        assert memory is not None
-        peaks.append(memory.peak(row, groups))
-    return peaks
-
-
-def _order(schedule: str, stages: int, groups: Sequence[Group], warmup: int) -> Order:
-    counts = [len(group.lengths) for group in groups]
-    return actions(schedule, stages, len(groups), counts, warmup=warmup)
-
-
 class _Scorer:
     def __init__(
         self, cost: Cost, stages: int, schedule: str, micro_batches: int, objective: Objective
@@ -413,29 +346,6 @@ class _Scorer:
             self.cost, scheme, self.stages, micro_batches=self.step["micro_batches"]
         )
         return Candidate(scheme, latency, None, memory, warmup)
-
-
-def _group_times(
-    cost: Cost, stage: int, stages: int, scheme: SliceScheme, split: bool
-) -> dict[Group, tuple[list[float], ...]]:
-    """Forward, backward and weight gradients of every slice of every group, on one stage."""
-    times: dict[Group, tuple[list[float], ...]] = {}
-    for group in set(scheme.groups):
-        lengths = np.array(group.lengths)
-        contexts = np.array([tokens.start for tokens in group.ranges()])
-        if isinstance(cost, CostModel):
-            at = cost.stage(stage, stages)
-            forward = at.forward(lengths, contexts, group.sequences)
-            backward = at.backward(lengths, contexts, group.sequences)
-            weight = at.weight_share(lengths, contexts, group.sequences)
-        else:
-            both = np.broadcast_to(cost.time(lengths, contexts, group.sequences), lengths.shape)
-            # All three products of a layer take the same time.
-            forward, backward, weight = both / 3, both * 2 / 3, both / 3
-        if split:
-            backward = backward - weight
-        times[group] = forward.tolist(), backward.tolist(), weight.tolist()
-    return times
 
 
 def _even_schemes(
@@ -468,12 +378,6 @@ def _fitting(candidates: Iterable[Candidate], memory_bytes: float) -> list[Candi
 
 def _is_unsliced(scheme: SliceScheme) -> bool:
     return max(scheme.slices) == 1
-
-
-def _knows_memory(cost: Cost, stages: int) -> bool:
-    return isinstance(cost, CostModel) and all(
-        cost.stage(stage, stages).memory is not None for stage in range(stages)
-    )
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:
@@ -528,7 +432,5 @@ __all__ = [
     "Candidate",
     "Plan",
     "paper_latency",
-    "peak_memory",
     "plan",
-    "predict",
 ]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -46,7 +47,7 @@ from .kv_context import current_slice
 from .loss import MicroBatchLoss
 from .step import StepState
 from .watchdog import Wait, Watchdog
-from .weight_grads import put_off
+from .weight_grads import put_off, settle
 
 _NOTHING = nullcontext()
 
@@ -242,13 +243,12 @@ class SliceExecution(PipelineEngine):
         with put_off(owed):
             self._exec_backward(micro_batch, slice)
 
-    def _exec_backward_weight(self, micro_batch: int, slice: int) -> None:
-        owed = self._current_step().groups[micro_batch].owed.pop(slice)
-        with _EngineBackward(self):
-            # First owed, first done, and then dropped: each holds a layer's inputs.
-            for index, work in enumerate(owed):
-                owed[index] = _nothing
-                work()
+    def _exec_backward_weight(self, micro_batch: int, slice: int, joins_next: bool) -> None:
+        step = self._current_step()
+        step.due.append(step.groups[micro_batch].owed.pop(slice))
+        if not joins_next:
+            with _EngineBackward(self):
+                settle(step.due)
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
         return scaled_loss(self, loss)
@@ -272,6 +272,17 @@ class SliceExecution(PipelineEngine):
     def _exec_reduce_grads(self) -> None:
         with self._watchdog.waiting(Wait("the reduction of gradients", "all replicas")):
             super()._exec_reduce_grads()
+
+    def allreduce_and_copy(
+        self, small_bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> None:
+        """As the parent's; nothing where the sum over one replica would be copied twice."""
+        replicas = dist.get_world_size(group=dp_group)
+        # Experts are averaged over more ranks than share them; a cast there and back rounds.
+        is_sum_of_one = replicas == 1 and dp_world_size in (None, 1)
+        if is_sum_of_one and all(t.dtype == self.communication_data_type for t in small_bucket):
+            return
+        super().allreduce_and_copy(small_bucket, dp_group, dp_world_size)
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         with self._watchdog.waiting(Wait("the optimizer step", "all ranks")):
@@ -314,10 +325,6 @@ class _EngineBackward:
                 self._engine._backward_epilogue()
         finally:
             self._engine._running_engine_backward = False
-
-
-def _nothing() -> None:
-    """Stands for work that has been done."""
 
 
 @contextmanager

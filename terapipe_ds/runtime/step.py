@@ -73,6 +73,7 @@ class StepState:
         inputs: for each loaded micro-batch the first stage's inputs; empty on other stages.
         losses: for each loaded micro-batch its loss; empty before the last stage.
         groups: all groups, in the schedule's order.
+        due: weight gradients of slices that are done together, so far.
     """
 
     training: bool
@@ -80,6 +81,7 @@ class StepState:
     inputs: list[Tensors]
     losses: list[MicroBatchLoss]
     groups: list[GroupState] = field(init=False)
+    due: list[list[Work]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.groups = [
@@ -111,3 +113,4 @@ class StepState:
             group.release()
         self.inputs.clear()
         self.losses.clear()
+        self.due.clear()

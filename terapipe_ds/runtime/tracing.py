@@ -15,7 +15,7 @@ from deepspeed.utils.logging import print_dist
 
 from ..errors import ConfigError
 from ..files import write_text
-from ..planner.planning import predict
+from ..planner.prediction import predict
 from ..schedule.order import Kind, actions
 from ..schedule.simulator import Timeline, simulate_order
 from ..schedule.trace import MeasuredTimeline, write_chrome_trace, write_picture

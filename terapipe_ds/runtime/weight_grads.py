@@ -3,15 +3,19 @@
 A linear layer's backward does two independent products: the gradient of its input, which the layer
 before waits for, and that of its weight, which nothing waits for until the optimizer. Linear
 layers that :func:`linear` replaces leave the second as a piece of work while a slice's
-``BackwardInput`` runs; ``BackwardWeight`` does it later. Gradients of all other parameters (norms,
+``BackwardInput`` runs; ``BackwardWeight`` does it later, for slices that follow one another at
+once. Gradients of all other parameters (norms,
 biases, embeddings) are cheap and stay where they are. See ``docs/how-it-works.md`` for why it is
 split here and not in autograd's graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -94,26 +98,124 @@ class _WithWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
-        weight, gathered = ctx.weight, ctx.gathered
-
-        def work() -> None:
-            accumulate(weight, _weight_gradient(gathered(inputs), grad, weight))
-
-        if owe(work):
+        product = _Product(ctx.weight, inputs, grad, ctx.gathered)
+        if owe(product):
             return grad, None, None, None
-        return grad, None, _weight_gradient(gathered(inputs), grad, weight), None
+        return grad, None, _weight_gradient([product]), None
 
 
-def accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Adds to a leaf's gradient as autograd would, so that optimizers that listen hear of it."""
+class JointWork(ABC):
+    """Work that is done for several slices at once.
+
+    Attributes:
+        weight: whose gradient it makes; work on one weight is done together.
+    """
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self) -> None:
+        self.do([self])
+
+    @abstractmethod
+    def do(self, works: list[Any]) -> None:
+        """Does the work of several slices, itself among them; may empty the list meanwhile."""
+
+
+class _Product(JointWork):
+    """The gradient of a linear layer's weight by one slice.
+
+    Args:
+        weight: ``[out, in]``.
+        inputs: ``[..., in]`` of the layer, as it kept them.
+        grad: ``[..., out]``, the gradient of its output.
+        gathered: as for :func:`linear`.
+    """
+
+    __slots__ = ("_gathered", "_grad", "_inputs")
+
+    def __init__(
+        self, weight: Tensor, inputs: Tensor, grad: Tensor, gathered: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(weight)
+        self._inputs, self._grad, self._gathered = inputs, grad, gathered
+
+    def do(self, works: list[_Product]) -> None:
+        accumulate(self.weight, partial(_weight_gradient, works))
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """``[tokens, in]`` and ``[tokens, out]``."""
+        inputs, grad = self._gathered(self._inputs), self._grad
+        # Under autocast the product was computed in the output's dtype.
+        inputs = inputs.reshape(-1, inputs.shape[-1]).to(grad.dtype)
+        return inputs, grad.reshape(-1, grad.shape[-1])
+
+
+def _weight_gradient(products: list[_Product]) -> Tensor:
+    """``[out, in]``, one product over the tokens of all; empties the list.
+
+    In 16 bits a sum of slices' products would be rounded at each. And the products of short slices
+    take less time than their sum, which reads and writes as much as the weights.
+    """
+    dtype = products[0].weight.dtype
+    inputs, grads = zip(*(product.factors() for product in products), strict=True)
+    products.clear()
+    return _joined(grads).t().matmul(_joined(inputs)).to(dtype)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def accumulate(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+    """Adds to a leaf's gradient as autograd would, so that optimizers that listen hear of it.
+
+    Args:
+        weight: the leaf.
+        gradient: computes what is added, of the weight's shape.
+    """
     with torch.enable_grad():
-        torch.autograd.backward([weight.view_as(weight)], [gradient])
+        _Late.apply(weight, gradient).backward()
 
 
-def _weight_gradient(inputs: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    # Under autocast the product was computed in the output's dtype.
-    inputs = inputs.reshape(-1, inputs.shape[-1]).to(grad.dtype)
-    return grad.reshape(-1, grad.shape[-1]).t().matmul(inputs).to(weight.dtype)
+class _Late(torch.autograd.Function):
+    """Computes a weight's gradient in its backward.
+
+    Given to ``torch.autograd.backward`` instead, somebody would hold it, and the weight's first
+    gradient, which could be this very tensor, would be a copy of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return weight.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient(), None
+
+
+def settle(owed: list[list[Work]]) -> None:
+    """Does what slices owe, joint work together.
+
+    Args:
+        owed: for each slice its work. Left empty: each piece holds a layer's inputs, and is dropped
+            when it is done.
+    """
+    by_weight: dict[int, list[Work]] = {}
+    for work in chain.from_iterable(owed):
+        key = id(work.weight) if isinstance(work, JointWork) else id(work)
+        by_weight.setdefault(key, []).append(work)
+    owed.clear()
+    for key in list(by_weight):
+        works = by_weight.pop(key)
+        first = works[0]
+        if isinstance(first, JointWork):
+            first.do(works)
+        else:
+            first()
 
 
 def split_linear_layers(module: nn.Module) -> None:
@@ -138,4 +240,4 @@ def _forward_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-__all__ = ["accumulate", "linear", "owe", "put_off", "split_linear_layers"]
+__all__ = ["JointWork", "accumulate", "linear", "owe", "put_off", "settle", "split_linear_layers"]

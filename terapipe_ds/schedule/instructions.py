@@ -58,9 +58,20 @@ class BackwardWeight(SliceInstruction):
 
     .. code-block:: python
 
-        for each in work[micro_batch][slice]:
-            each()
+        due.append(work[micro_batch][slice])
+        if not joins_next:
+            settle(due)
+
+    Args:
+        micro_batch (int): the micro-batch.
+        slice (int): the slice of the micro-batch.
+        joins_next (bool): whether the next instruction, which is one of these too, does its work.
     """
+
+    joins_next: bool
+
+    def __init__(self, micro_batch: int, slice: int, joins_next: bool) -> None:
+        PipeInstruction.__init__(self, micro_batch=micro_batch, slice=slice, joins_next=joins_next)
 
 
 class SendActivationSlice(SliceInstruction):

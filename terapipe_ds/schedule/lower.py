@@ -22,7 +22,7 @@ from .instructions import (
     SendActivationSlice,
     SendGradSlice,
 )
-from .order import Action
+from .order import Action, joins_next
 
 
 def lower(actions: Sequence[Action], *, stage: int, stages: int) -> list[list[PipeInstruction]]:
@@ -40,7 +40,7 @@ def lower(actions: Sequence[Action], *, stage: int, stages: int) -> list[list[Pi
     trains = any(action.kind == "B" for action in actions)
     backward = BackwardInput if any(action.kind == "W" for action in actions) else BackwardSlice
     steps: list[list[PipeInstruction]] = []
-    for action in actions:
+    for action, joins in zip(actions, joins_next(actions), strict=True):
         slot = {"micro_batch": action.micro_batch, "slice": action.slice}
         step: list[PipeInstruction] = []
         if action.kind == "F":
@@ -50,7 +50,7 @@ def lower(actions: Sequence[Action], *, stage: int, stages: int) -> list[list[Pi
             if downstream:
                 step.append(SendActivationSlice(**slot))
         elif action.kind == "W":
-            step.append(BackwardWeight(**slot))
+            step.append(BackwardWeight(**slot, joins_next=joins))
         else:
             if downstream:
                 step.append(RecvGradSlice(**slot))

@@ -205,17 +205,47 @@ def _zero_bubble_h1(place: Place, counts: Sequence[int]) -> list[Action]:
     Stage ``k`` may owe ``k`` weight gradients. Later stages, which 1F1B lets hold fewer slices,
     thus hold as many as the first, and have work left for the time in which the last backwards
     travel to the first stage. Slack that a stage does not need for forwards it may owe.
+
+    Those of a micro-batch follow one another where they may, see ``joins_next``.
     """
     order: list[Action] = []
     owed: list[Action] = []
     may_owe = place.stages - 1 + place.warmup - place.ahead
+    joins = _joins_weights(place, counts)
     for action in _one_forward_one_backward(place, counts):
         order.append(action)
-        if action.kind == "B":
-            owed.append(action._replace(kind="W"))
-            if len(owed) > may_owe:
-                order.append(owed.pop(0))
+        if action.kind != "B":
+            continue
+        owed.append(action._replace(kind="W"))
+        if joins and action.slice > 0:
+            continue
+        while len(owed) > may_owe:
+            oldest = owed[0].micro_batch
+            count = sum(each.micro_batch == oldest for each in owed) if joins else 1
+            order += owed[:count]
+            del owed[:count]
     return order + owed
+
+
+def _joins_weights(place: Place, counts: Sequence[int]) -> bool:
+    """Whether a micro-batch's weight gradients wait for the last of its backwards.
+
+    With several micro-batches, but fewer than stages, so much work at once would keep the last
+    backwards from the stages before.
+    """
+    return len(counts) == 1 or len(counts) >= place.stages
+
+
+def joins_next(row: Sequence[Action]) -> list[bool]:
+    """For every action of a stage whether it is a W that is done together with the W after it.
+
+    One product over the tokens of several slices takes less time than one for each.
+    """
+    after = [*row[1:], None]
+    return [
+        action.kind == "W" and following is not None and following.kind == "W"
+        for action, following in zip(row, after, strict=True)
+    ]
 
 
 def _all_in_flight(place: Place, counts: Sequence[int]) -> int:
@@ -227,7 +257,8 @@ def _bound_1f1b(place: Place, counts: Sequence[int]) -> int:
 
 
 def _bound_zero_bubble_h1(place: Place, counts: Sequence[int]) -> int:
-    return min(sum(counts), place.stages - 1 + place.warmup + max(counts))
+    waiting = max(counts) - 1 if _joins_weights(place, counts) else 0
+    return min(sum(counts), place.stages - 1 + place.warmup + max(counts) + waiting)
 
 
 def splits_backward(name: str) -> bool:
