@@ -102,26 +102,42 @@ def test_a_cost_that_knows_no_forward_apart_has_a_third_of_it() -> None:
 
 
 def test_weight_gradients_are_a_part_of_the_backward() -> None:
-    """Where they are put off, both parts together take as long as before."""
+    """Where they are put off; one product over both slices, which the last of them takes."""
     general = Formula(lambda length, context, sequences: 3 * sequences * length)
     half = stage()
     apart = replace(half, weight=line(0.5, 1 / 128))
     scheme = SliceScheme([(2, [64, 192])])
-    for cost, weights in (
-        (general, [2 * 64, 2 * 192]),
-        (model(half), half.backward([64, 192], [0, 64], 2) / 2),
-        (model(apart), [0.5 + 1, 0.5 + 3]),
+    for cost, weights, joint in (
+        (general, [2 * 64, 2 * 192], 2 * 256),
+        (model(half), half.backward([64, 192], [0, 64], 2) / 2, half.backward(256, 0, 2) / 2),
+        (model(apart), [0.5 + 1, 0.5 + 3], 0.5 + 4),
     ):
         usual, split = (
             predict(cost, scheme, stages=1, schedule=name).events[0] for name in ("1f1b", "zb-h1")
         )
         times = {str(event.action): event.stop_ms - event.start_ms for event in split}
-        assert [times["W0.0"], times["W0.1"]] == pytest.approx(list(weights))
+        assert [times["W0.0"], times["W0.1"]] == pytest.approx([joint, 0])
         for event in usual:
             together = times[str(event.action)]
             if event.action.kind == "B":
-                together += times[str(event.action._replace(kind="W"))]
+                together += weights[event.action.slice]
             assert event.stop_ms - event.start_ms == pytest.approx(together)
+
+
+def test_weight_gradients_apart_from_one_another() -> None:
+    """Two micro-batches on three stages: of each run, a product for every micro-batch in it."""
+    cost = model(replace(stage(), weight=line(0.5, 1 / 128)))
+    timeline = predict(cost, SliceScheme([(1, [128, 256])] * 2), stages=3, schedule="zb-h1")
+    found = [
+        {
+            str(event.action): event.stop_ms - event.start_ms
+            for event in events
+            if event.action.kind == "W"
+        }
+        for events in timeline.events
+    ]
+    assert found[0] == pytest.approx({"W0.1": 2.5, "W0.0": 1.5, "W1.1": 2.5, "W1.0": 1.5})
+    assert found[2] == pytest.approx({"W0.1": 2.5, "W0.0": 1.5, "W1.1": 0, "W1.0": 3.5})
 
 
 def test_peak_memory_is_that_of_the_order() -> None:

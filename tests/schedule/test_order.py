@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from terapipe_ds.errors import ConfigError
 from terapipe_ds.schedule import Action, actions, check, check_named, in_flight_bound
+from terapipe_ds.schedule.order import joins_next
 
 STAGES = st.integers(1, 12)
 MICRO_BATCHES = st.integers(1, 8)
@@ -82,8 +83,8 @@ def test_slack_by_hand() -> None:
     assert texts(order[1]) == "F0.0 F0.1 F0.2 F1.0 F1.1 B0.2 F1.2 B0.1 B0.0 B1.2 B1.1 B1.0"
     assert order[2] == actions("1f1b", 3, 2, 3)[2]
     first, last = actions("zb-h1", 2, 2, 2, warmup=1)
-    assert texts(first) == "F0.0 F0.1 F1.0 F1.1 B0.1 W0.1 B0.0 W0.0 B1.1 W1.1 B1.0 W1.0"
-    assert texts(last) == "F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 W0.1 B1.0 W0.0 W1.1 W1.0"
+    assert texts(first) == "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 W0.1 W0.0 B1.1 B1.0 W1.1 W1.0"
+    assert texts(last) == "F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0 W0.1 W0.0 W1.1 W1.0"
 
 
 @pytest.mark.parametrize(
@@ -166,10 +167,43 @@ def test_1f1b_without_slices_is_the_usual_one(stages: int, micro_batches: int) -
 
 
 def test_zb_h1_by_hand() -> None:
-    """As 1f1b; the last of two stages owes one weight gradient until the end."""
+    """As 1f1b; a micro-batch's weight gradients wait for the last of its backwards."""
     first, last = actions("zb-h1", 2, 2, 2)
-    assert texts(first) == ("F0.0 F0.1 F1.0 B0.1 W0.1 F1.1 B0.0 W0.0 B1.1 W1.1 B1.0 W1.0")
-    assert texts(last) == "F0.0 F0.1 B0.1 F1.0 B0.0 W0.1 F1.1 B1.1 W0.0 B1.0 W1.1 W1.0"
+    assert texts(first) == "F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 W0.1 W0.0 B1.1 B1.0 W1.1 W1.0"
+    assert texts(last) == "F0.0 F0.1 B0.1 F1.0 B0.0 W0.1 W0.0 F1.1 B1.1 B1.0 W1.1 W1.0"
+
+
+def test_zb_h1_with_fewer_micro_batches_than_stages_by_hand() -> None:
+    """Weight gradients one by one; the third of three stages owes two until the end."""
+    order = actions("zb-h1", 3, 2, [2, 1])
+    assert [texts(row) for row in order] == [
+        "F0.0 F0.1 F1.0 B0.1 W0.1 B0.0 W0.0 B1.0 W1.0",
+        "F0.0 F0.1 F1.0 B0.1 B0.0 W0.1 B1.0 W0.0 W1.0",
+        "F0.0 F0.1 B0.1 F1.0 B0.0 B1.0 W0.1 W0.0 W1.0",
+    ]
+
+
+@given(STAGES, UNIFORM | ONE_EACH)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_zb_h1_joins_a_micro_batch(stages: int, cut: tuple[int, Any]) -> None:
+    """With one micro-batch, or one for each stage, all its slices are done together."""
+    micro_batches, _ = cut
+    for row in actions("zb-h1", stages, *cut):
+        joins = joins_next(row)
+        within = [
+            joined
+            for action, joined in zip(row, joins, strict=True)
+            if action.kind == "W" and action.slice > 0
+        ]
+        if micro_batches == 1 or micro_batches >= stages:
+            assert all(within)
+
+
+def test_only_weight_gradients_that_follow_one_another_join() -> None:
+    row = actions("zb-h1", 2, 2, 2)[1]
+    joined = [str(action) for action, joins in zip(row, joins_next(row), strict=True) if joins]
+    assert joined == ["W0.1", "W1.1"]
+    assert not any(joins_next(actions("1f1b", 2, 2, 2)[1]))
 
 
 @given(STAGES, UNIFORM | ONE_EACH)

@@ -274,9 +274,9 @@ def test_a_named_schedule_that_splits_the_backward() -> None:
     """Three times of a slice go to its three actions; two are refused."""
     timeline = simulate("zb-h1", [[(1, 2, 4), (8, 16, 32)]], stages=1)
     assert [str(event.action) for event in timeline.events[0]] == [
-        *("F0.0", "F0.1", "B0.1", "W0.1", "B0.0", "W0.0")
+        *("F0.0", "F0.1", "B0.1", "B0.0", "W0.1", "W0.0")
     ]
-    assert starts(timeline, 0) == [0, 1, 9, 25, 57, 59]
+    assert starts(timeline, 0) == [0, 1, 9, 25, 27, 59]
     assert timeline.makespan_ms == 63
     with pytest.raises(ConfigError, match=r"found the times \(1, 2\) of a slice, allowed are"):
         simulate("zb-h1", [[(1, 2)] * 2], stages=1)
